@@ -14,7 +14,7 @@ import keras
 
 from keras_dist import comm, fit, mixin, optimizer, private
 from keras_dist.callbacks.user_callbacks import is_alone
-from keras_dist.data.steps import StepsRule
+from keras_dist.data.division import StepsRule
 from keras_dist.errors import is_known
 from keras_dist.lines import find_caller, say
 from keras_dist.optimizer import step_context
@@ -32,6 +32,7 @@ _LATE_SECONDS = 20.0
 
 _fits = itertools.count(1)
 _options: list[Options] = []
+_changes = contextlib.ExitStack()
 
 
 def distribute(
@@ -40,7 +41,7 @@ def distribute(
     lr_scaling: LearningRateRule | Literal["auto"] = "auto",
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
-    validation_steps_scaling: StepsRule | float = "auto",
+    validation_steps_scaling: StepsRule = "auto",
     shard: Literal["auto", "none", "first"] = "auto",
     save_steps: int | None = None,
     save_seconds: float | None = 300,
@@ -77,16 +78,7 @@ def distribute(
     >>> with distribute():
     ...     history = model.fit(np.ones((8, 2)), np.ones(8), verbose=0)
     """
-    options = Options(
-        batch=batch,
-        lr_scaling=lr_scaling,
-        warmup_epochs=warmup_epochs,
-        steps_scaling=steps_scaling,
-        validation_steps_scaling=validation_steps_scaling,
-        shard=shard,
-        save_steps=save_steps,
-        save_seconds=save_seconds,
-    )
+    options = Options(**locals())
     options.resolved()
     stack = contextlib.ExitStack()
     is_rank = comm.world_of_job().size > 1 and not comm.is_child_of_rank()
@@ -99,37 +91,16 @@ def distribute(
 def _begin(options: Options) -> None:
     _options.append(options)
     if len(_options) == 1:
-        for name, method in _METHODS.items():
-            fit.replaced[name] = getattr(keras.Model, name)
-            _replace(keras.Model, name, method)
-        fit.replaced["apply"] = keras.optimizers.Optimizer.apply
-        _replace(keras.optimizers.Optimizer, "apply", _apply)
+        for (cls, name), method in _METHODS.items():
+            fit.replaced[name] = getattr(cls, name)
+            _changes.callback(mixin.set_method(cls, name, method))
 
 
 def _end(options: Options) -> None:
     _options.remove(options)
     if not _options:
-        for restore in reversed(_restore):
-            restore()
-        _restore.clear()
+        _changes.close()
         fit.replaced.clear()
-
-
-_restore: list[Callable[[], None]] = []
-
-
-def _replace(cls: type, name: str, method: Callable[..., Any]) -> None:
-    """Replace a method, which the class may have from another one, until the end."""
-    before = vars(cls).get(name)
-
-    def restore() -> None:
-        if before is None:
-            delattr(cls, name)
-        else:
-            setattr(cls, name, before)
-
-    setattr(cls, name, method)
-    _restore.append(restore)
 
 
 def _is_plain(model: Any, name: str) -> bool:
@@ -157,7 +128,7 @@ def _evaluate(model: Any, *args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
     given = _bind(fit.plain_method("evaluate"), model, args, kwargs)
     _meet(model, "evaluate")
-    return fit.evaluate(model, fit.Evaluated(**given), _options[-1], plain)
+    return fit.evaluate(model, given, _options[-1], plain)
 
 
 def _predict(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -166,18 +137,20 @@ def _predict(model: Any, *args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
     given = _bind(fit.plain_method("predict"), model, args, kwargs)
     _meet(model, "predict")
-    return fit.predict(model, fit.Predicted(**given), _options[-1], plain)
+    return fit.predict(model, given, _options[-1], plain)
 
 
 def _bind(
     method: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Name the arguments as Keras does, which raises the usual errors."""
-    bound = inspect.signature(method).bind(model, *args, **kwargs).arguments
-    more = bound.pop("kwargs", {})
-    if more:
+    bound = inspect.signature(method).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    _, *given = bound.arguments.items()
+    arguments = dict(given)
+    if more := arguments.pop("kwargs", {}):
         raise TypeError(f"Received unknown arguments: {more}")
-    return dict(list(bound.items())[1:])
+    return arguments
 
 
 def _on_batch(name: str) -> Callable[..., Any]:
@@ -211,11 +184,12 @@ def _apply(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _METHODS = {
-    "fit": _fit,
-    "evaluate": _evaluate,
-    "predict": _predict,
-    "train_on_batch": _on_batch("train_on_batch"),
-    "test_on_batch": _on_batch("test_on_batch"),
+    (keras.Model, "fit"): _fit,
+    (keras.Model, "evaluate"): _evaluate,
+    (keras.Model, "predict"): _predict,
+    (keras.Model, "train_on_batch"): _on_batch("train_on_batch"),
+    (keras.Model, "test_on_batch"): _on_batch("test_on_batch"),
+    (keras.optimizers.Optimizer, "apply"): _apply,
 }
 
 

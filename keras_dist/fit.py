@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import keras
@@ -18,17 +18,20 @@ from keras_dist.callbacks.user_callbacks import autologged_once
 from keras_dist.data import draws
 from keras_dist.data.adapters import is_dealt
 from keras_dist.data.arrays import is_arrays, is_uneven, lists_to_arrays, seed_of_keras
-from keras_dist.data.division import ShardSpec
-from keras_dist.data.feed import reading, validation_feed
+from keras_dist.data.division import StepsRule
+from keras_dist.data.feed import raising_own_errors, validation_feed
 from keras_dist.data.presharded import presharded_of
 from keras_dist.data.source import Source
-from keras_dist.data.steps import StepsRule
 from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.setup import sources
-from keras_dist.setup.arguments import Callbacks, KerasArguments, Options
-from keras_dist.setup.checks import check_model
-from keras_dist.setup.fit_setup import FitSetup, prepare
+from keras_dist.setup.arguments import (
+    Callbacks,
+    KerasArguments,
+    Options,
+    split_arguments,
+)
+from keras_dist.setup.fit_setup import FitSetup, check_model, prepare
 from keras_dist.training import step
 from keras_dist.training.autotune import without_autotune
 from keras_dist.training.install import evaluate_on_all, train_on_all
@@ -69,7 +72,7 @@ def dist_fit(
     lr_scaling: LearningRateRule | Literal["auto"] = "auto",
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
-    validation_steps_scaling: StepsRule | float = "auto",
+    validation_steps_scaling: StepsRule = "auto",
     shard: Literal["auto", "none", "first"] = "auto",
     target_accuracy: float | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -102,11 +105,9 @@ def dist_fit(
             the number of ranks. `"auto"`: linear, or none with `batch="global"`.
         warmup_epochs: Epochs over which the factor rises from 1, batch by batch.
         steps_scaling: Rule for `steps_per_epoch`: `"divide"` by the number of ranks,
-            rounded up; `"none"`; or a function of (steps, size). With `"divide"`, a
-            `LearningRateSchedule` is read at step × size. `"auto"`: divide, or none
-            with `batch="global"`.
-        validation_steps_scaling: As `steps_scaling`, for `validation_steps`; or a
-            number m for m × steps / size.
+            rounded up, or `"none"`. With `"divide"`, a `LearningRateSchedule` is read
+            at step × size. `"auto"`: divide, or none with `batch="global"`.
+        validation_steps_scaling: As `steps_scaling`, for `validation_steps`.
         shard: `"auto"`: arrays are sharded by row; data that comes in batches is
             sharded by batch if all ranks have the same batches. `"none"`: you have
             split all data. `"first"`: the first rank reads such data, and sends every
@@ -140,37 +141,8 @@ def dist_fit(
     >>> sorted(history.history)
     ['loss', 'rows_per_second']
     """
-    given = KerasArguments(
-        x=x,
-        y=y,
-        batch_size=batch_size,
-        epochs=epochs,
-        verbose=verbose,
-        callbacks=callbacks,
-        validation_split=validation_split,
-        validation_data=validation_data,
-        shuffle=shuffle,
-        class_weight=class_weight,
-        sample_weight=sample_weight,
-        initial_epoch=initial_epoch,
-        steps_per_epoch=steps_per_epoch,
-        validation_steps=validation_steps,
-        validation_batch_size=validation_batch_size,
-        validation_freq=validation_freq,
-    )
-    options = Options(
-        batch=batch,
-        lr_scaling=lr_scaling,
-        warmup_epochs=warmup_epochs,
-        steps_scaling=steps_scaling,
-        validation_steps_scaling=validation_steps_scaling,
-        shard=shard,
-        target_accuracy=target_accuracy,
-        resume=resume,
-        save_steps=save_steps,
-        save_seconds=save_seconds,
-    )
-    return train(model, given, options)
+    arguments = dict(locals())
+    return train(arguments.pop("model"), *split_arguments(arguments))
 
 
 def train(
@@ -189,7 +161,9 @@ def train(
             the data and then call Keras's own.
     """
     with comm.together():
-        given, options = _opened(model, given, options)
+        check_model(model)
+        options = options.resolved()
+        given = sources.make_sources(given, options.shard)
     draws.begin_fit(comm.broadcast(draws.get_states()))
     seeds_of_order = _seed_of_order(model), seed_of_keras()
     seed, keras_seed = comm.broadcast(seeds_of_order)
@@ -204,7 +178,9 @@ def train(
         if resumed is not None:
             spec = resumed.placed(spec)
         with comm.together():
-            setup = _prepared(model, given, options, spec, resumed)
+            setup = prepare(model, given, options, spec)
+            if resumed is not None:
+                setup = resumed.compared(setup)
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(given.data())
@@ -219,41 +195,21 @@ def train(
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
                 is_resumed=resumed is not None,
             ),
-            reading(setup.feeds),
+            raising_own_errors(setup.feeds),
         ):
-            session_of(model).is_verbose = given.verbose != 0
-            opening = session_of(model).raising_on_all()
-            saving = checkpoint.saving(resumed, setup)
+            session = session_of(model)
+            session.is_verbose = given.verbose != 0
             with (
-                opening,
-                _drawing(setup, options),
-                saving as arguments,
+                session.raising_on_all(),
+                _draw_own_numbers(setup, options),
+                checkpoint.saving(resumed, setup) as arguments,
                 autologged_once(),
             ):
                 return run_loop(model, "fit", arguments, loop)
 
 
-def _opened(
-    model: Any, given: KerasArguments, options: Options
-) -> tuple[KerasArguments, Options]:
-    check_model(model)
-    options = options.resolved()
-    return sources.with_sources(given, options.shard), options
-
-
-def _prepared(
-    model: Any,
-    given: KerasArguments,
-    options: Options,
-    spec: ShardSpec,
-    resumed: checkpoint.Resume | None,
-) -> FitSetup:
-    setup = prepare(model, given, options, spec)
-    return setup if resumed is None else resumed.compared(setup)
-
-
 @contextlib.contextmanager
-def _drawing(setup: FitSetup, options: Options) -> Iterator[None]:
+def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
     """Context manager in which a rank that reads data of its own draws its own."""
     source = setup.training.source
     is_alone = isinstance(source, Source) and not (source.is_same or source.presharded)
@@ -309,11 +265,9 @@ def run_loop(
         finally:
             _passing.reset(token)
     is_distributed = mixin.has(model, step.DistributedStep)
-    with (
-        step.evaluating(model)
-        if name == "evaluate" and is_distributed
-        else contextlib.nullcontext()
-    ):
+    if name != "evaluate" or not is_distributed:
+        return loop(**arguments)
+    with step.evaluating(model):
         return loop(**arguments)
 
 
@@ -336,94 +290,56 @@ def _takes_data(method: Callable[..., Any]) -> bool:
     return "x" in parameters or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """The arguments of `keras.Model.evaluate`."""
-
-    x: Any = None
-    y: Any = None
-    batch_size: int | None = None
-    verbose: str | int = "auto"
-    sample_weight: Any = None
-    steps: int | None = None
-    callbacks: Callbacks = None
-    return_dict: bool = False
-
-
 def evaluate(
     model: Any,
-    given: Evaluated,
+    given: dict[str, Any],
     options: Options,
     loop: Callable[..., Any] | None = None,
 ) -> Any:
-    """Evaluate as `DistributedModel.evaluate`; see `train`."""
+    """Evaluate as `DistributedModel.evaluate`, of which `given` are the arguments."""
     if comm.size() == 1:
-        return run_loop(model, "evaluate", vars(given), loop)
+        return run_loop(model, "evaluate", given, loop)
     with comm.together():
         options = options.resolved()
-    pieces = lists_to_arrays((given.x, given.y, given.sample_weight))
+    names = ("x", "y", "sample_weight")
+    pieces = {name: lists_to_arrays(given[name]) for name in names}
     with comm.together():
-        x = sources.opened(pieces[0], options.shard)
-    spec = sources.compare({"validation": x}, options)
-    pieces = (x, *pieces[1:])
+        pieces["x"] = sources.make_source(pieces["x"], options.shard)
+    spec = sources.compare({"validation": pieces["x"]}, options)
     with comm.together():
         check_model(model)
         feed = validation_feed(
-            pieces,
-            batch_size=given.batch_size,
-            steps=given.steps,
+            tuple(pieces.values()),
+            batch_size=given["batch_size"],
+            steps=given["steps"],
             steps_rule=options.validation_steps_scaling,
             spec=spec,
         )
     comm.agree(feed.facts, advice=_ADVICE)
     if options.shard != "none":
-        names = ("x", "y", "sample_weight")
-        agree_on_arrays(dict(zip(names, pieces, strict=True)))
-    arguments = {
-        **feed.arguments,
-        "batch_size": given.batch_size,
-        "verbose": given.verbose if comm.rank() == 0 else 0,
-        "steps": feed.keras_steps,
-        "callbacks": on_this_rank(_flat(given.callbacks)) or None,
-        "return_dict": given.return_dict,
-    }
+        agree_on_arrays(pieces)
+    arguments = given | feed.arguments | _quiet(given) | {"steps": feed.keras_steps}
+    arguments["callbacks"] = on_this_rank(_flat(given["callbacks"])) or None
     is_of_all = evaluate_on_all(model, feed)
-    with comm.explained(), is_of_all, reading([feed]):
+    with comm.explained(), is_of_all, raising_own_errors([feed]):
         return run_loop(model, "evaluate", arguments, loop)
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """The arguments of `keras.Model.predict`."""
-
-    x: Any
-    batch_size: int | None = None
-    verbose: str | int = "auto"
-    steps: int | None = None
-    callbacks: Callbacks = None
 
 
 def predict(
     model: Any,
-    given: Predicted,
+    given: dict[str, Any],
     options: Options,
     loop: Callable[..., Any] | None = None,
     *,
     gather: bool | Literal["first"] = True,
 ) -> Any:
-    """Predict as `DistributedModel.predict`; see `train`."""
-    x, batch_size, steps = given.x, given.batch_size, given.steps
-    is_first = comm.rank() == 0
+    """Predict as `DistributedModel.predict`, of which `given` are arguments."""
+    x, batch_size, steps = given["x"], given["batch_size"], given["steps"]
     callbacks = [
         callback
-        for callback in _flat(given.callbacks)
-        if is_first or not runs_on_first_rank_only(callback)
+        for callback in _flat(given["callbacks"])
+        if comm.rank() == 0 or not runs_on_first_rank_only(callback)
     ]
-    shared = {
-        "batch_size": batch_size,
-        "verbose": given.verbose if is_first else 0,
-        "callbacks": callbacks,
-    }
 
     def predict_rows(
         rows: Any,
@@ -432,8 +348,8 @@ def predict(
     ) -> Any:
         used = contextlib.nullcontext()
         with used if use is None else each_batch(model, use):
-            arguments = {"x": rows, "steps": steps, **shared}
-            return run_loop(model, "predict", arguments, loop)
+            changed = {"x": rows, "steps": steps, "callbacks": callbacks}
+            return run_loop(model, "predict", given | _quiet(given) | changed, loop)
 
     with without_autotune(model):
         if comm.size() == 1 or options.shard == "none":
@@ -441,6 +357,7 @@ def predict(
             return predict_rows(x, steps)  # one rank may call it alone
         with comm.together():
             _check_predict(model, gather)
+            options = options.resolved()
         x = lists_to_arrays(x)
         if is_uneven(x):
             with comm.together():
@@ -485,7 +402,7 @@ def _predict_batches(
 ) -> Any:
     """Predict data that comes in batches, in turns if all ranks have the same."""
     with comm.together():
-        source = sources.opened(x, options.shard)
+        source = sources.make_source(x, options.shard)
     if not isinstance(source, Source):
         return predict_rows(x, steps)
     spec = sources.compare({"predicted": source}, options)
@@ -499,7 +416,7 @@ def _predict_batches(
             spec=spec,
         )
     comm.agree(feed.facts, advice=_ADVICE)
-    with comm.explained(), reading([feed]):
+    with comm.explained(), raising_own_errors([feed]):
         if not is_dealt(source, spec):
             return predict_rows(feed.adapter.data, steps)
         return predict_in_turns(feed.adapter, predict_rows, model, gather=gather)
@@ -625,9 +542,8 @@ class DistributedModel:
         >>> sorted(found)
         ['loss', 'mae']
         """
-        given = Evaluated(
-            x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict
-        )
+        given = dict(locals())
+        del given["self"]
         return evaluate(self.model, given, Options(**self.options))
 
     def predict(
@@ -675,7 +591,8 @@ class DistributedModel:
         >>> DistributedModel(model).predict(np.ones((8, 2)), verbose=0).shape
         (8, 1)
         """
-        given = Predicted(x, batch_size, verbose, steps, callbacks)
+        given = dict(locals())
+        del given["self"], given["gather"]
         return predict(self.model, given, Options(**self.options), gather=gather)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -695,6 +612,10 @@ class DistributedModel:
 
     def __repr__(self) -> str:
         return f"DistributedModel({self.model!r})"
+
+
+def _quiet(given: dict[str, Any]) -> dict[str, Any]:
+    return {} if comm.rank() == 0 else {"verbose": 0}
 
 
 def _flat(callbacks: Callbacks) -> list[Any]:

@@ -16,7 +16,7 @@ Method = tuple[type, str]
 
 _lock = threading.Lock()
 _num_users: dict[Method, int] = {}
-_before: dict[Method, Any] = {}  # the class's own method; `None`: inherited
+_restore: dict[Method, Callable[[], None]] = {}
 _replaced: ContextVar[Mapping[Method, Callable[..., Any]]] = ContextVar("replaced")
 
 
@@ -117,6 +117,15 @@ def use(target: Any, mixin: type) -> Iterator[None]:
         remove(target, mixin)
 
 
+def set_method(cls: type, name: str, method: Any) -> Callable[[], None]:
+    """Set a method of a class, which may inherit it; return what undoes this."""
+    before = vars(cls).get(name)
+    setattr(cls, name, method)
+    if before is None:
+        return functools.partial(delattr, cls, name)
+    return functools.partial(setattr, cls, name, before)
+
+
 @contextlib.contextmanager
 def replace_methods(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
     """Context manager that calls functions in place of methods of classes.
@@ -143,8 +152,8 @@ def _redirect(cls: Any, name: str) -> Iterator[None]:
     key = cls, name
     with _lock:
         if not _num_users.get(key):
-            plain, _before[key] = getattr(cls, name), vars(cls).get(name)
-            setattr(cls, name, functools.partialmethod(_call, key, plain))
+            ours = functools.partialmethod(_call, key, getattr(cls, name))
+            _restore[key] = set_method(cls, name, ours)
         _num_users[key] = _num_users.get(key, 0) + 1
     try:
         yield
@@ -152,11 +161,7 @@ def _redirect(cls: Any, name: str) -> Iterator[None]:
         with _lock:
             _num_users[key] -= 1
             if not _num_users[key]:
-                before = _before.pop(key)
-                if before is None:
-                    delattr(cls, name)
-                else:
-                    setattr(cls, name, before)
+                _restore.pop(key)()
 
 
 def _call(self: Any, key: Method, plain: Any, *args: Any, **kwargs: Any) -> Any:

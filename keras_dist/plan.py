@@ -22,7 +22,7 @@ class Rows:
         batch_size: Rows in a batch of one rank; `None` if the data decides it.
         total: Rows of all ranks, or of this rank if the data is already split; `None`
             if unknown.
-        of_rank: Rows of the first rank; `None` unless the data is sharded by row.
+        is_by_row: Whether the data is sharded by row.
         steps_before: Steps of an epoch on one process; `None` if unknown.
         steps: Steps of an epoch on each rank; `None` if unknown.
         rule: The rule by which `steps` was computed from a number that the user gave,
@@ -33,7 +33,7 @@ class Rows:
     kind: str
     batch_size: int | None = None
     total: int | None = None
-    of_rank: int | None = None
+    is_by_row: bool = False
     steps_before: int | None = None
     steps: int | None = None
     rule: str = ""
@@ -42,25 +42,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Rate:
-    """The learning rate of one optimizer before and after scaling.
+    """The learning rate of one optimizer, as text.
 
     Args:
-        before: The rate that the user set, as text.
-        after: The scaled rate, as text.
-        rule: The rule that gave the factor, as text.
-        factor: The full factor.
-        warmup_epochs: Epochs until the full factor is reached.
-        step_multiplier: A schedule is read at step × this number.
-        is_schedule: Whether the rate is a `LearningRateSchedule`.
+        scaled: The rate with the full factor.
+        change: The rate before and after scaling, and why.
+        schedule: How a `LearningRateSchedule` is read; "" for a plain rate.
     """
 
-    before: str
-    after: str
-    rule: str
-    factor: float
-    warmup_epochs: float = 0
-    step_multiplier: int = 1
-    is_schedule: bool = False
+    scaled: str
+    change: str
+    schedule: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,9 +102,9 @@ class Plan:
         lines += _steps_lines("steps", self.training, self.size)
         if self.validation is not None:
             lines += _validation_lines(self.validation, self.size)
-        lines += [
-            ("learning rate", text) for rate in self.rates for text in _rate_texts(rate)
-        ]
+        for rate in self.rates:
+            texts = filter(None, (rate.change, rate.schedule))
+            lines += [("learning rate", text) for text in texts]
         if self.resume:
             lines.append(("resume", self.resume))
         if self.changes:
@@ -182,7 +174,7 @@ def _rows_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
         return []
     if rows.is_global:
         return [(label, f"{rows.total:,}")]
-    if rows.of_rank is None:
+    if not rows.is_by_row:
         whose = " on this rank" if size > 1 else ""
         return [(label, f"{rows.total:,}{whose}")]
     low, high = rows.total // size, math.ceil(rows.total / size)
@@ -207,19 +199,3 @@ def _validation_lines(rows: Rows, size: int) -> list[tuple[str, str]]:
     text = ", ".join(text for _, text in details).replace("an epoch", "steps")
     text = text.replace(" per rank", "")
     return [("validation", f"{rows.kind}" + (f": {text}" if text else ""))]
-
-
-def _rate_texts(rate: Rate) -> list[str]:
-    warmup = ""
-    if rate.warmup_epochs and rate.factor != 1:
-        plural = "" if rate.warmup_epochs == 1 else "s"
-        epochs = f"{format_number(rate.warmup_epochs)} epoch{plural}"
-        warmup = f", after {epochs} of warm-up"
-    change = (
-        rate.before
-        if rate.factor == 1
-        else f"{rate.before} → {rate.after} ({rate.rule}{warmup})"
-    )
-    if rate.is_schedule and rate.step_multiplier > 1:
-        return [change, f"schedule read at step × {rate.step_multiplier}"]
-    return [change]

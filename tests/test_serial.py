@@ -125,35 +125,6 @@ def test_one_process_is_plain_keras_whatever_is_compiled(rows):
         assert (ours == expected.predict(x, verbose=0)).all()
 
 
-def test_one_process_follows_the_rules_for_steps(rows):
-    """A function or a multiple has its value for one rank."""
-    batches = []
-
-    class Counts(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            batches.append([0, 0])
-
-        def on_train_batch_end(self, batch, logs=None):
-            batches[-1][0] += 1
-
-        def on_test_batch_end(self, batch, logs=None):
-            batches[-1][1] += 1
-
-    keras_dist.dist_fit(
-        make_model(),
-        *rows,
-        batch_size=5,
-        steps_per_epoch=4,
-        validation_data=rows,
-        validation_steps=2,
-        steps_scaling=lambda steps, size: steps + size,
-        validation_steps_scaling=3,
-        callbacks=[Counts()],
-        verbose=0,
-    )
-    assert batches == [[5, 6]]
-
-
 def test_one_process_raises_what_keras_raises(rows):
     """The same kind of error, whatever was wrong."""
     x, y = rows

@@ -279,7 +279,7 @@ def scale_of(plan: Plan) -> dict[str, Any]:
     return {
         "ranks": plan.size,
         "batch": plan.global_batch,
-        "rates": [rate.after for rate in plan.rates],
+        "rates": [rate.scaled for rate in plan.rates],
     }
 
 

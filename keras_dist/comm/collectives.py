@@ -24,6 +24,9 @@ _MESSAGE_BYTES = 2**20
 # Most do; only longer ones need a second allgather.
 _HEAD_BYTES = 1024
 
+# The length that stands before each message of `gather_in_thread`.
+_LENGTH_BYTES = 8
+
 # Tensors of at least this many bytes get an allreduce of their own; at most this many
 # tensors do, so that the number of collectives does not grow with the number of layers.
 _LARGE = 4 * 2**20
@@ -290,22 +293,29 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     return tf.cast(result, tensor.dtype)
 
 
-def broadcast_in_thread(value: Any) -> Any:
-    """Return the first rank's value, in a thread that reads data.
+def gather_in_thread(value: Any) -> list[Any]:
+    """Return the values of all ranks in rank order, in a thread that reads data.
 
-    It runs in a graph, where Horovod knows a collective by its name, and not by its
-    order among those of the training.
+    It runs in a graph, where Horovod knows a collective by its name. Outside of a graph
+    it knows the kind alone: where Keras reads ahead, it would take one of the reading
+    thread for one of an eager step.
     """
-    own = np.empty(0, np.uint8)
-    if runtime.rank() == 0:
-        own = np.frombuffer(sign(value), np.uint8)
-    with transport.waiting("keras_dist.reader_batch"):
-        return verify(_gather_in_graph(tf.constant(own, tf.uint8)).numpy().tobytes())
+    message = sign(value)
+    message = len(message).to_bytes(_LENGTH_BYTES, "big") + message
+    with transport.waiting("keras_dist.reader"):
+        own = tf.constant(np.frombuffer(message, np.uint8))
+        left = memoryview(_gather_in_graph(own).numpy().tobytes())
+    values = []
+    while left:
+        end = _LENGTH_BYTES + int.from_bytes(left[:_LENGTH_BYTES], "big")
+        values.append(verify(bytes(left[_LENGTH_BYTES:end])))
+        left = left[end:]
+    return values
 
 
 @tf.function(input_signature=[tf.TensorSpec([None], tf.uint8)], autograph=False)
 def _gather_in_graph(own: Any) -> Any:
-    return gather_rows(own, name="keras_dist.reader_batch")
+    return gather_rows(own, name="keras_dist.reader")
 
 
 def name_of(purpose: str, key: Hashable = None) -> str:

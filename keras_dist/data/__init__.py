@@ -4,7 +4,6 @@ What the user gave becomes a `Source` (or `Arrays`), a `Division` says which row
 batches of it come at each step on each rank, and a `Feed` hands this rank's part to
 Keras. From the bottom:
 
-- `steps`: rules for the number of steps
 - `division`: `Division`, the arithmetic of passes, epochs and steps; `ShardSpec`
 - `pipeline`: what a `tf.data.Dataset` was made of: inputs, shuffles, caches
 - `dealer`: `Dealer`, what a rank reads of batches that all ranks have

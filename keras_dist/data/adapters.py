@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from keras_dist.data.dealer import (
     Dealer,
-    marked,
+    add_mark,
     num_rows,
 )
-from keras_dist.data.division import Division, ShardSpec
+from keras_dist.data.division import Division, ShardSpec, check_shared_batch, no_data
 from keras_dist.data.pipeline import (
     assert_length,
     begin_unread_pass,
@@ -47,8 +47,7 @@ class DataAdapter:
         reader: What reads `data`, if its length is unknown.
         has_rows: `False` if this rank has no rows of its own and evaluates a copy of
             another rank's row, which its metrics must not count.
-        is_marked: Whether each element is a batch and a mark (`dealer.marked`).
-        is_weighed: Whether the batches have the weights of their classes, if any.
+        is_marked: Whether each element is a batch and a mark (`dealer.add_mark`).
     """
 
     data: Any
@@ -58,7 +57,6 @@ class DataAdapter:
     reader: StreamReader | None = None
     has_rows: bool = True
     is_marked: bool = False
-    is_weighed: bool = False
 
 
 def is_dealt(source: Source, spec: ShardSpec) -> bool:
@@ -91,15 +89,18 @@ def adapt_batches(
         ValueError: If there is no row to train on or to evaluate, or the numbers of
             presharded batches do not fit together.
     """
-    if source.kind == "presharded" and spec.size > 1:
+    if source.presharded is not None and spec.size > 1:
         return _adapt_presharded(source, spec, is_training)
-    keeps_position = is_training and spec.keeps_position and source.has_known_order()
+    keeps_position = is_training and spec.keeps_position and source.has_known_order
     if spec.size == 1 and not keeps_position:
         return DataAdapter(source.data, source.length)
     if not is_dealt(source, spec):
         if source.length is None:
             return _adapt_stream(source, spec, Dealer(0, 1, is_training))
-        return DataAdapter(_check_length(source), source.length)
+        length = finite_or_none(source.length)
+        if source.kind == "dataset" and length is not None:
+            return DataAdapter(assert_length(source.weigh(), length), length)
+        return DataAdapter(source.data, source.length)
     splits = spec.is_global and is_training
     dealer = Dealer(spec.rank, spec.size, is_training, splits)
     has_rows = True
@@ -128,8 +129,6 @@ def describe_sharding(source: Source, spec: ShardSpec, *, is_training: bool) -> 
     if not source.is_same:
         reason = ": the ranks' batches differ" if spec.shard != "none" else ""
         return f"{kind}, already split{reason}"
-    if source.is_declared and source.kind == "sequence":
-        return f"{kind}, sharded before decoding, by batch"
     if source.kind != "sequence" or (spec.is_global and is_training):
         note = f"; every rank makes all of them{note}"
     if spec.is_global and is_training:
@@ -144,17 +143,9 @@ def _check_batches(source: Source, dealer: Dealer, limit: int | None) -> bool:
     count = source.length
     if count is None:
         count = len(source.first(1 if dealer.is_training else dealer.size))
-    if not count and dealer.is_training:
-        raise ValueError(
-            "There is no data to train on. Received: a "
-            f"{source.type_name} without a batch. Pass at least one row."
-        )
     if not count:
-        raise ValueError(
-            "There is nothing to validate on, or to predict. Received: a "
-            f"{source.type_name} without rows. Pass at least one row, or no "
-            "`validation_data`."
-        )
+        received = f"a {source.type_name} without a batch"
+        raise no_data(received, is_training=dealer.is_training)
     return dealer.is_training or min(count, limit or count) > dealer.rank
 
 
@@ -169,13 +160,9 @@ def _check_divisible(source: Source, spec: ShardSpec) -> None:
         rows = num_rows(source.standardize(first[0])) if first else None
         # It may be the last one, and a small one.
         rows = None if source.length == 1 else rows
-    if rows is not None and rows < spec.size:
-        raise ValueError(
-            'With batch="global" all ranks share each batch, and a full batch needs a '
-            f"row for each rank. Received: batches of {rows} rows in a "
-            f"{source.type_name} for {spec.size} ranks. Make larger batches, or start "
-            f"at most {rows} processes."
-        )
+    if rows is not None:
+        received = f"batches of {rows} rows in a {source.type_name}"
+        check_shared_batch(rows, spec.size, received)
 
 
 def _adapt_sequence(
@@ -197,7 +184,6 @@ def _adapt_sequence(
         epoch=own,
         division=own.division,
         is_marked=own.is_marked,
-        is_weighed=True,
     )
 
 
@@ -210,7 +196,6 @@ def _adapt_stream(
         None,
         reader=reader,
         is_marked=reader.is_marked,
-        is_weighed=True,
     )
 
 
@@ -226,7 +211,7 @@ def _adapt_dataset(
     is_resumed = length is not None and spec.position is not None
     is_marked = dealer.is_marked(length or 0, is_resumed=is_resumed)
     deal = functools.partial(dealer.deal, is_marked=is_marked)
-    adapter = DataAdapter(None, math.inf, is_marked=is_marked, is_weighed=True)
+    adapter = DataAdapter(None, math.inf, is_marked=is_marked)
     if length is not None:
         adapter = replace(adapter, length=dealer.num_steps(length))
     if length is None or not keeps_position:
@@ -270,7 +255,7 @@ def _adapt_presharded(
     if None in lengths:
         return _adapt_stream(source, spec, Dealer(0, 1, is_training))
     if math.inf in lengths:
-        return DataAdapter(disable_auto_shard(data), math.inf, is_weighed=True)
+        return DataAdapter(disable_auto_shard(data), math.inf)
     counts = [int(length or 0) for length in lengths]
     own, steps = counts[spec.rank], max(counts)
     if not is_training:
@@ -282,11 +267,11 @@ def _adapt_presharded(
             "`repeat` above it."
         )
     division = None
-    if spec.keeps_position and source.has_known_order():
+    if spec.keeps_position and source.has_known_order:
         division = _division_of_presharded(source, data, counts, spec)
     is_resumed = division is not None and spec.position is not None
     is_marked = min(counts) < steps or is_resumed
-    adapter = DataAdapter(None, steps, is_marked=is_marked, is_weighed=True)
+    adapter = DataAdapter(None, steps, is_marked=is_marked)
     whole = assert_length(data, own)
     whole = _add_copies(whole, own, steps) if is_marked else whole
     if division is None:
@@ -345,7 +330,7 @@ def _resume(
     if source.has_seeded_passes:
 
         def as_made(batch: Any) -> Any:
-            return marked(batch, has_rows=True) if adapter.is_marked else batch
+            return add_mark(batch, has_rows=True) if adapter.is_marked else batch
 
         whole = begin_unread_pass(source.weigh(), as_made).concatenate(whole)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
@@ -359,16 +344,9 @@ def _add_copies(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Dat
 
     @tf.autograph.experimental.do_not_convert
     def with_copies(number: tf.Tensor, batch: Any) -> tf.data.Dataset:
-        copies = tf.data.Dataset.from_tensors(marked(batch, tf.constant(False)))
+        copies = tf.data.Dataset.from_tensors(add_mark(batch, tf.constant(False)))
         is_last = tf.cast(tf.equal(number, count - 1), tf.int64)
-        own = tf.data.Dataset.from_tensors(marked(batch, tf.constant(True)))
+        own = tf.data.Dataset.from_tensors(add_mark(batch, tf.constant(True)))
         return own.concatenate(copies.repeat(steps - count).take(is_last * steps))
 
     return assert_length(dataset.enumerate().flat_map(with_copies), steps)
-
-
-def _check_length(source: Source) -> Any:
-    length = finite_or_none(source.length)
-    if source.kind != "dataset" or length is None:
-        return source.data
-    return assert_length(source.data, length)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.dealer import marked
+from keras_dist.data.dealer import add_mark
 from keras_dist.data.division import Division, local_items
 from keras_dist.data.pipeline import as_untuned, disable_auto_shard, with_length
 
@@ -98,24 +98,6 @@ class Arrays:
         """
         has_rows = rank < self.num_rows
         return self[local_items(rank, size) if has_rows else slice(0, 1)]
-
-    def split(self, fraction: float) -> tuple["Arrays", "Arrays"]:
-        """Split off validation rows; as in Keras, they are the last `fraction`.
-
-        Arrays must be split before they are sharded: then no row is training data on
-        one rank and validation data on another.
-
-        Raises:
-            ValueError: If one of the two parts would be empty.
-        """
-        split_at = int(self.num_rows * (1.0 - fraction))
-        if not 0 < split_at < self.num_rows:
-            raise ValueError(
-                "Both parts of a validation split need at least one row. Received: "
-                f"validation_split={fraction} of {self.num_rows} rows. Pass more data, "
-                "or another fraction."
-            )
-        return self[slice(0, split_at)], self[slice(split_at, None)]
 
     def in_batches(
         self, batch_size: int, select: Callable[[tf.data.Dataset], tf.data.Dataset]
@@ -242,7 +224,7 @@ class RowOrder:
         rank: This rank.
         shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
         seed: Seed of the permutations, the same on all ranks.
-        is_marked: Whether each batch comes with a mark (`marked`), because this
+        is_marked: Whether each batch comes with a mark (`add_mark`), because this
             rank may have no row of a small last batch: then it reads the first one.
         fixed: The order of every pass (`draw_keras_order`); `None` for one of ours.
     """
@@ -281,7 +263,7 @@ class RowOrder:
                 tf.equal(number, last), lambda: rows, lambda: self._order_rows(number)
             )
             own, has_rows = self._take_local_rows(rows, number, begin, end)
-            return (number, rows), marked(own, has_rows) if self.is_marked else own
+            return (number, rows), add_mark(own, has_rows) if self.is_marked else own
 
         @tf.autograph.experimental.do_not_convert
         def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:

@@ -24,6 +24,7 @@ from keras_dist.data.pipeline import (
     by_window,
     count_batches,
     finite_or_none,
+    map_batches,
 )
 
 # Stands in the error of a pass whose last round has too few batches.
@@ -40,8 +41,8 @@ class Dealer:
     """What one rank reads of batches, which the ranks read together.
 
     In training all ranks make the same steps. A rank without a batch gets a copy of
-    another one, with a mark that its rows do not count (`marked`). In an evaluation it
-    makes a step less.
+    another one, with a mark that its rows do not count (`add_mark`). In an evaluation
+    it makes a step less.
 
     Args:
         rank: This rank.
@@ -104,18 +105,17 @@ class Dealer:
         """Read this rank's batches of a data set that is not of unknown length.
 
         Each rank reads all batches of a round, to the end of the data: a rank that
-        stopped before it would cut a cache in it short (see `source.first_batches`).
+        stopped before it would cut a cache in it short (see `Source`).
         """
         length = count_batches(dataset)
         total = finite_or_none(length)
         is_tuple = type(dataset.element_spec) is tuple
 
-        @tf.autograph.experimental.do_not_convert
-        def split(*batch: Any) -> Any:
-            return marked(*self.take(1, lambda _: batch if is_tuple else batch[0]))  # type: ignore[misc]
+        def split(batch: Any) -> Any:
+            return add_mark(*take_local_rows(batch, self.rank, self.size))
 
         if self.splits_batches:
-            local = dataset.map(split, tf.data.AUTOTUNE, deterministic=True)
+            local = map_batches(dataset, split)
             return local if total is None else assert_length(local, total)
         if length == math.inf:
             return dataset.shard(self.size, self.rank)
@@ -129,16 +129,14 @@ class Dealer:
             is_right = tf.equal(count, self.size) | tf.equal(count, left_over)
             check = tf.debugging.Assert(is_right, [_WRONG_COUNT, count])
             with tf.control_dependencies([check]):
-                index = tf.constant(self.rank, tf.int64)
-                index = (
-                    tf.minimum(index, count - 1) if is_marked else tf.identity(index)
-                )
+                index = tf.identity(tf.constant(self.rank, tf.int64))
+                index = tf.minimum(index, count - 1) if is_marked else index
             batch = batches.skip(index).take(1)
             return batch.map(functools.partial(mark, count)) if is_marked else batch
 
         @tf.autograph.experimental.do_not_convert
         def mark(count: tf.Tensor, *batch: Any) -> Any:
-            return marked(batch if is_tuple else batch[0], self.rank < count)
+            return add_mark(batch if is_tuple else batch[0], self.rank < count)
 
         # A window is read to its end before a batch of it is.
         return assert_length(by_window(dataset, self.size, own), self.num_steps(total))
@@ -180,24 +178,22 @@ def weigh_classes(y: Any, class_weight: dict[int, float]) -> Any:
         Of shape `(rows,)`: for an array one of Keras's float type; for a tensor one of
         float32, in which Keras weighs data sets.
     """
-    if tf.is_tensor(y):
-        of_classes = [class_weight.get(c, 1.0) for c in range(max(class_weight) + 1)]
-        if y.shape.rank is not None and y.shape.rank > 1:
-            is_one_hot = y.shape[-1] is None or y.shape[-1] > 1
-            y = tf.argmax(y, axis=-1) if is_one_hot else tf.squeeze(y, axis=-1)
-        if y.dtype.is_floating:
-            y = tf.round(y)
-        return tf.gather(tf.constant(of_classes, tf.float32), tf.cast(y, tf.int32))
-    classes = np.asarray(y)
-    if classes.ndim > 1:
+    is_tensor = tf.is_tensor(y)
+    library: Any = tf if is_tensor else np
+    classes = y if is_tensor else np.asarray(y)
+    if len(classes.shape) > 1:
         is_one_hot = classes.shape[-1] != 1
-        classes = classes.argmax(axis=-1) if is_one_hot else classes[..., 0]
-    classes = np.round(classes).astype("int32")
-    weights = [class_weight.get(int(found), 1.0) for found in classes.ravel()]
-    return np.asarray(weights, dtype=keras.config.floatx()).reshape(classes.shape)
+        find_class = library.argmax if is_one_hot else library.squeeze
+        classes = find_class(classes, axis=-1)
+    classes = library.round(classes)
+    if is_tensor:
+        of_classes = [class_weight.get(c, 1.0) for c in range(max(class_weight) + 1)]
+        return tf.gather(tf.constant(of_classes, tf.float32), tf.cast(classes, "int32"))
+    weights = [class_weight.get(int(each), 1.0) for each in classes.ravel()]
+    return np.asarray(weights, keras.config.floatx()).reshape(classes.shape)
 
 
-def marked(batch: Any, has_rows: Any) -> tuple[Any, Any]:
+def add_mark(batch: Any, has_rows: Any) -> tuple[Any, Any]:
     """Put a mark beside a batch: a number in an array of one, 0 if no row counts.
 
     A rank that has no batch in a step that others make gets a copy of another rank's.

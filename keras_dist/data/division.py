@@ -13,7 +13,9 @@ Arithmetic only: rank and size are arguments, and nothing is read here.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+StepsRule = Literal["auto", "divide", "none"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ShardSpec:
         seed: Seed of the order of the rows, the same on all ranks.
         keras_seed: The seed with which Keras shuffles arrays, the same on all ranks;
             `None` if it draws one.
-        gather: Returns the numbers or texts of all ranks, in rank order, for data that
+        gather: Returns the values of all ranks, in rank order, for data that
             communicates while it is read.
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
             checkpoint needs that: another number of ranks may resume from it.
@@ -53,9 +55,6 @@ class ShardSpec:
             they are now.
         batch: Whose batch the user's batch is: `"rank"`, or `"global"` for the batch of
             all ranks together.
-
-    Raises:
-        ValueError: If `shard` is unknown.
     """
 
     rank: int
@@ -68,13 +67,6 @@ class ShardSpec:
     batch: str = "rank"
     keras_seed: int | None = None
     facts_before: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.shard not in ("auto", "none", "first"):
-            raise ValueError(
-                '`shard` must be "auto", "none" (the data is already split) or "first" '
-                f"(the first rank reads). Received: shard={self.shard!r}"
-            )
 
     @property
     def is_global(self) -> bool:
@@ -91,6 +83,48 @@ class ShardSpec:
         if not self.is_global:
             return batch_size
         return len(range(batch_size)[local_items(self.rank, self.size)])
+
+
+def scale_steps(rule: str, steps: int | None, *, size: int) -> int | None:
+    """Scale the steps of a script for one process to those of each rank.
+
+    Args:
+        rule: `"divide"` by the number of ranks and round up, or `"none"`.
+        steps: Steps that the script asks for, or `None` for all of the data.
+        size: Number of ranks.
+
+    Raises:
+        ValueError: If `steps` is not a positive whole number.
+
+    >>> scale_steps("divide", 100, size=3)
+    34
+    """
+    if steps is None:
+        return None
+    is_whole = not isinstance(steps, bool) and hasattr(steps, "__index__")
+    if not is_whole or steps < 1:
+        raise ValueError(
+            "A number of steps must be a whole number of at least 1, or None for "
+            f"all of the data. Received: {steps!r}"
+        )
+    return -(-int(steps) // size) if rule == "divide" else int(steps)
+
+
+def no_data(received: str, *, is_training: bool = False) -> ValueError:
+    """Return the error of a call whose data has no row."""
+    text = "There is nothing to validate on, or to predict"
+    text = "There is no data to train on" if is_training else text
+    return ValueError(f"{text}. Received: {received}. Pass at least one row.")
+
+
+def check_shared_batch(rows: int, size: int, received: str) -> None:
+    """Raise a `ValueError` if a full batch that all ranks share has too few rows."""
+    if rows < size:
+        raise ValueError(
+            'With batch="global" all ranks share each batch, and a full batch needs a '
+            f"row for each rank. Received: {received} for {size} ranks. Make larger "
+            f"batches, or start at most {rows} processes."
+        )
 
 
 def local_items(rank: int, size: int) -> slice:
@@ -194,17 +228,6 @@ class Division:
         """Return True if the first epoch is shorter, being the rest of one."""
         return self.first_steps < self.steps
 
-    def count_items(self, rank: int) -> int:
-        """Count the items that a rank reads in a whole pass.
-
-        >>> rows = Division.of(ShardSpec(0, 3), 101, per_step=30, unit="rows")
-        >>> [rows.count_items(rank) for rank in range(3)]
-        [34, 34, 33]
-        """
-        full, tail = divmod(self.total, self.global_batch)
-        own = local_items(rank, self.size)
-        return full * len(range(self.global_batch)[own]) + len(range(tail)[own])
-
     @property
     def has_empty_parts(self) -> bool:
         """Return True if the last step of a pass may have fewer items than ranks."""
@@ -220,10 +243,6 @@ class Division:
     def count_steps(self, epoch: int) -> int:
         """Return the steps of an epoch."""
         return self.first_steps if epoch <= self.epoch else self.steps
-
-    def count_skipped(self, epoch: int) -> int:
-        """Return the items of an epoch that were read before the training resumed."""
-        return self.begin if epoch == self.epoch else 0
 
     def span(self, step: Any) -> tuple[Any, Any, Any]:
         """Find the items that all ranks read at a step.

@@ -26,10 +26,15 @@ from keras_dist.data.arrays import (
     is_arrays,
 )
 from keras_dist.data.dealer import Dealer, add_class_weights
-from keras_dist.data.division import Division, ShardSpec
+from keras_dist.data.division import (
+    Division,
+    ShardSpec,
+    check_shared_batch,
+    no_data,
+    scale_steps,
+)
 from keras_dist.data.pipeline import count_batches, finite_or_none, skip_epochs
 from keras_dist.data.source import Source
-from keras_dist.data.steps import StepsRule, scale_steps
 from keras_dist.plan import Rows
 
 # Keras's default.
@@ -92,7 +97,7 @@ def training_feed(
     batch_size: int | None,
     shuffle: bool | str,
     steps_per_epoch: int | None,
-    steps_rule: StepsRule | float,
+    steps_rule: str,
     spec: ShardSpec,
 ) -> Feed:
     """Make the arguments of `Model.fit` for this rank's training data.
@@ -119,74 +124,77 @@ def training_feed(
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
     steps = scale_steps(steps_rule, steps_per_epoch, size=spec.size)
-    rule = _describe_rule(steps_rule, steps_per_epoch)
-    if not is_arrays((x, y, sample_weight)):
-        source = x if isinstance(x, Source) else Source(x)
-        pieces = {"y": y, "sample_weight": sample_weight}
-        _check_trainable(source, pieces, steps, spec)
-        arguments = pieces | {"batch_size": batch_size, "steps_per_epoch": steps}
-        return _feed_batches(
-            source, arguments, bool(shuffle), steps_per_epoch, rule, spec, class_weight
-        )
-    arrays = Arrays.of(x, y, sample_weight)
-    # Keras's default: all rows divided by the steps, or 32.
-    per_step = -(-arrays.num_rows // steps_per_epoch) if steps_per_epoch else None
-    batch_size = _check_batch_size(batch_size or per_step or _BATCH_SIZE)
-    _check_rows(arrays, batch_size, spec)
-    is_sharded = spec.size > 1 or spec.keeps_position
-    is_plain = not is_sharded or spec.shard == "none"
-    own_batch = spec.local_batch(batch_size) if is_plain else batch_size
-    steps_per_pass = -(-arrays.num_rows // own_batch)
-    plan = Rows(
-        "arrays, already split" if spec.size > 1 else "arrays",
+    given = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+    given |= {"batch_size": batch_size, "steps_per_epoch": steps, "shuffle": shuffle}
+    rows = Rows(
+        "arrays",
         batch_size=batch_size,
         is_global=spec.is_global,
-        total=arrays.num_rows,
         steps_before=steps_per_epoch,
-        steps=min(steps or steps_per_pass, steps_per_pass),
-        rule=rule,
+        rule=f"steps scaled: {steps_rule}" if steps_per_epoch else "",
     )
-    facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
-    if is_plain:
-        given = {"x": x, "y": y, "sample_weight": sample_weight, "shuffle": shuffle}
-        facts["the batches of a pass over its rows"] = steps_per_pass
-        return Feed(
-            given | {"batch_size": own_batch, "steps_per_epoch": steps},
-            plan,
-            DataAdapter(x, plan.steps),
-            arrays,
-            facts=facts | {"the steps of an epoch": steps},
+    if is_arrays((x, y, sample_weight)):
+        return _feed_arrays(
+            Arrays.of(x, y, sample_weight), {"x": x} | given, rows, spec
         )
+    return _feed_batches(x if isinstance(x, Source) else Source(x), given, rows, spec)
+
+
+def _feed_arrays(
+    arrays: Arrays, given: dict[str, Any], rows: Rows, spec: ShardSpec
+) -> Feed:
+    """Make the feed of training data in arrays."""
+    steps, total = given["steps_per_epoch"], arrays.num_rows
+    # Keras's default: all rows divided by the steps, or 32.
+    per_step = -(-total // rows.steps_before) if rows.steps_before else None
+    batch_size = _check_batch_size(rows.batch_size or per_step or _BATCH_SIZE)
+    _check_rows(arrays, batch_size, spec)
+    rows = replace(rows, batch_size=batch_size, total=total)
+    facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
+    if spec.shard == "none" or (spec.size == 1 and not spec.keeps_position):
+        local_batch = spec.local_batch(batch_size)
+        steps_per_pass = -(-total // local_batch)
+        rows = replace(
+            rows,
+            kind="arrays, already split" if spec.size > 1 else "arrays",
+            steps=min(steps or steps_per_pass, steps_per_pass),
+        )
+        facts["the batches of a pass over its rows"] = steps_per_pass
+        facts["the steps of an epoch"] = steps
+        arguments = given | {"batch_size": local_batch}
+        adapter = DataAdapter(given["x"], rows.steps)
+        return Feed(arguments, rows, adapter, arrays, facts=facts)
     division = Division.of(
         spec,
-        arrays.num_rows,
+        total,
         per_step=batch_size * spec.batches_per_step,
         unit="rows",
         steps=steps,
     )
-    facts["the number of rows"] = arrays.num_rows
-    facts["the batch size"] = batch_size
-    facts["the steps of an epoch"] = division.steps
-    # They are part of the data set: Keras accepts none of them beside one.
-    replaced = ["y", "sample_weight", "batch_size", "steps_per_epoch"]
+    class_weight = given["class_weight"]
+    facts |= {
+        "the number of rows": total,
+        "the batch size": batch_size,
+        "the steps of an epoch": division.steps,
+        "`class_weight`": class_weight,
+    }
     if class_weight:
         targets = np.asarray(arrays.y) if tf.is_tensor(arrays.y) else arrays.y
-        given_rows = (arrays.x, targets, arrays.sample_weight)
-        arrays = Arrays(*add_class_weights(given_rows, class_weight))
-        facts["`class_weight`"] = class_weight
-        replaced.append("class_weight")
-    is_marked = division.has_empty_parts
+        pieces = (arrays.x, targets, arrays.sample_weight)
+        arrays = Arrays(*add_class_weights(pieces, class_weight))
+    shuffle, is_marked = given["shuffle"], division.has_empty_parts
     fixed = _find_keras_order(division, shuffle, spec.keras_seed)
     order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, fixed)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = order.dataset(arrays, epoch)
     return Feed(
-        dict.fromkeys(replaced) | {"x": dataset, "shuffle": False},
+        # They are part of the data set: Keras accepts none of them beside one.
+        dict.fromkeys(given) | {"x": dataset, "shuffle": False},
         replace(
-            plan,
+            rows,
             kind="arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
-            of_rank=division.count_items(spec.rank),
-            steps_before=steps_per_epoch or steps_per_pass,
+            is_by_row=True,
+            steps_before=rows.steps_before or -(-total // batch_size),
             steps=division.steps,
         ),
         DataAdapter(dataset, division.steps, division, epoch, is_marked=is_marked),
@@ -197,12 +205,66 @@ def training_feed(
     )
 
 
+def _feed_batches(
+    source: Source, given: dict[str, Any], rows: Rows, spec: ShardSpec
+) -> Feed:
+    """Make the feed of training data that comes in batches."""
+    steps, shuffle = given["steps_per_epoch"], bool(given["shuffle"])
+    _check_trainable(source, given, spec)
+    if source.has_seeded_passes and steps is None and spec.position:
+        skip_epochs(source.data, spec.position.epoch)
+    source.class_weight = given["class_weight"]
+    adapter = adapt_batches(source, spec, is_training=True, shuffle=shuffle)
+    is_plain = adapter.data is source.data
+    is_sequence = isinstance(source.data, keras.utils.PyDataset)
+    # A sequence that is not sharded is shuffled by Keras.
+    is_shuffled = shuffle and is_plain and is_sequence
+    arguments = given | {"x": adapter.data, "shuffle": is_shuffled}
+    if not is_plain:
+        arguments["class_weight"] = None  # the batches have it
+    before, batch_size = finite_or_none(source.length), source.batch_size
+    presharded = source.presharded
+    if presharded is not None and spec.size > 1:
+        length = finite_or_none(presharded.length)
+        per_batch = presharded.batch_size or batch_size
+        before = -(-length // per_batch) if length and per_batch else None
+    is_shared = spec.is_global and is_dealt(source, spec)
+    if presharded is not None and presharded.is_global:
+        batch_size, is_shared = presharded.batch_size, spec.is_global
+    if steps is not None:
+        # Keras may read ahead, into batches of the next epoch.
+        adapter = replace(adapter, epoch=None, division=None)
+    division = adapter.division
+    is_known = adapter.length is not None or spec.size == 1
+    return Feed(
+        arguments,
+        replace(
+            rows,
+            kind=describe_sharding(source, spec, is_training=True),
+            batch_size=rows.batch_size or batch_size,
+            is_global=is_shared,
+            steps_before=rows.steps_before or before,
+            steps=_take_smallest(steps, _count_steps(adapter, source, spec)),
+        ),
+        adapter,
+        source,
+        is_exact=is_known and not (division is not None and division.is_within_epoch),
+        facts={
+            "the batches of a pass over its data": finite_or_none(adapter.length),
+            "the steps of an epoch": steps,
+            "`class_weight`": given["class_weight"],
+            "whether the data can be read from the middle": division is not None,
+        },
+        is_strided=presharded is not None or is_shared,
+    )
+
+
 def validation_feed(
     data: Any,
     *,
     batch_size: int | None,
     steps: int | None,
-    steps_rule: StepsRule | float,
+    steps_rule: str,
     spec: ShardSpec,
 ) -> Feed:
     """Make the arguments of `Model.evaluate` for this rank's validation data.
@@ -219,12 +281,10 @@ def validation_feed(
         ValueError: If there is no row, or `steps` is unusable.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    name = "validation_steps_scaling"
-    own_steps = scale_steps(
-        steps_rule, steps, size=spec.size, name=name, multiples=True
-    )
-    rule = _describe_rule(steps_rule, steps)
+    own_steps = scale_steps(steps_rule, steps, size=spec.size)
+    rule = f"steps scaled: {steps_rule}" if steps else ""
     pieces = {"x": x, "y": y, "sample_weight": sample_weight}
+    rows = Rows("arrays", batch_size, steps_before=steps, rule=rule)
     if not is_arrays(tuple(pieces.values())) and x is not None:
         source = x if isinstance(x, Source) else Source(x)
         limit = own_steps if is_dealt(source, spec) and spec.size > 1 else None
@@ -234,54 +294,46 @@ def validation_feed(
         adapter = adapt_batches(source, spec, is_training=False, limit=limit)
         # With `steps`, a rank that has fewer rows left makes fewer of them.
         is_exact = adapter.length is not None and source.presharded is None
-        plan = Rows(
-            describe_sharding(source, spec, is_training=False),
-            batch_size=batch_size,
+        rows = replace(
+            rows,
+            kind=describe_sharding(source, spec, is_training=False),
             steps_before=steps or finite_or_none(source.length),
             steps=_take_smallest(own_steps, _count_steps(adapter, source, spec)),
-            rule=rule,
         )
         return Feed(
             pieces | {"x": adapter.data},
-            plan,
+            rows,
             adapter,
             source,
-            keras_steps=None if limit is not None else own_steps and plan.steps,
+            keras_steps=None if limit is not None else own_steps and rows.steps,
             is_exact=is_exact or spec.size == 1,
         )
     if spec.size == 1 or spec.shard == "none":
-        plan = Rows(
-            "arrays, already split" if spec.size > 1 else "arrays",
-            batch_size=batch_size,
+        rows = replace(
+            rows,
+            kind="arrays, already split" if spec.size > 1 else "arrays",
             total=keras.tree.flatten(x)[0].shape[0],
-            steps_before=steps,
             steps=own_steps,
-            rule=rule,
         )
-        return Feed(pieces, plan, DataAdapter(x, own_steps), keras_steps=own_steps)
+        return Feed(pieces, rows, DataAdapter(x, own_steps), keras_steps=own_steps)
     arrays = Arrays.of(x, y, sample_weight)
     if arrays.num_rows == 0:
-        raise ValueError(
-            "There is nothing to validate on. Received: arrays without rows. "
-            "Pass at least one row, or no `validation_data`."
-        )
-    rows_per_step = batch_size or _BATCH_SIZE
-    adapter = _evaluate_arrays(arrays, rows_per_step, own_steps, spec)
-    plan = Rows(
-        "arrays, sharded by " + ("batch" if spec.is_global else "row"),
-        batch_size=rows_per_step if spec.is_global else batch_size,
+        raise no_data("arrays without rows")
+    per_step = batch_size or _BATCH_SIZE
+    adapter = _evaluate_arrays(arrays, per_step, own_steps, spec)
+    rows = replace(
+        rows,
+        kind="arrays, sharded by " + ("batch" if spec.is_global else "row"),
+        batch_size=per_step if spec.is_global else batch_size,
         is_global=spec.is_global,
         total=arrays.num_rows,
-        of_rank=None
-        if spec.is_global
-        else len(range(spec.rank, arrays.num_rows, spec.size)),
-        steps_before=steps or -(-arrays.num_rows // rows_per_step),
+        is_by_row=not spec.is_global,
+        steps_before=steps or -(-arrays.num_rows // per_step),
         steps=finite_or_none(adapter.length),
-        rule=rule,
     )
     return Feed(
         dict.fromkeys(pieces) | {"x": adapter.data},
-        plan,
+        rows,
         adapter,
         arrays,
         facts={"the number of validation rows": arrays.num_rows},
@@ -315,6 +367,9 @@ def hold_out(
 ) -> list[tuple[Any, ...]]:
     """Split training and validation data, as `validation_split` of `Model.fit` does.
 
+    They must be split before they are sharded: then no row is training data on one rank
+    and validation data on another.
+
     Returns:
         `(x, y, sample_weight)` for training, and the same for validation.
 
@@ -326,12 +381,20 @@ def hold_out(
             "`validation_split` needs arrays. "
             f"Received: x of type {type(x).__name__}. Pass `validation_data` instead."
         )
-    parts = Arrays.of(x, y, sample_weight).split(validation_split)
+    arrays = Arrays.of(x, y, sample_weight)
+    split_at = int(arrays.num_rows * (1.0 - validation_split))
+    if not 0 < split_at < arrays.num_rows:
+        raise ValueError(
+            "Both parts of a validation split need at least one row. Received: "
+            f"validation_split={validation_split} of {arrays.num_rows} rows. Pass more "
+            "data, or another fraction."
+        )
+    parts = arrays[slice(0, split_at)], arrays[slice(split_at, None)]
     return [tuple(part.pieces().values()) for part in parts]
 
 
 @contextlib.contextmanager
-def reading(feeds: Sequence[Feed]) -> Iterator[None]:
+def raising_own_errors(feeds: Sequence[Feed]) -> Iterator[None]:
     """Context manager that raises the error that the user's data raised.
 
     TensorFlow reads the data in a thread and wraps an error of the user's generator in
@@ -381,86 +444,6 @@ def _find_keras_order(
     return draw_keras_order(seed, division.total, division.global_batch)
 
 
-def _feed_batches(
-    source: Source,
-    arguments: dict[str, Any],
-    shuffle: bool,
-    steps_before: int | None,
-    rule: str,
-    spec: ShardSpec,
-    class_weight: dict[int, float] | None,
-) -> Feed:
-    """Make the feed of training data that comes in batches."""
-    steps = arguments["steps_per_epoch"]
-    if source.has_seeded_passes and steps is None and spec.position:
-        skip_epochs(source.data, spec.position.epoch)
-    source.class_weight = class_weight
-    adapter = adapt_batches(
-        source,
-        spec,
-        is_training=True,
-        shuffle=shuffle,
-    )
-    if adapter.is_weighed:
-        arguments = arguments | {"class_weight": None}  # the batches have it
-    is_sequence = isinstance(adapter.data, keras.utils.PyDataset)
-    # A sequence that is not sharded is shuffled by Keras.
-    is_shuffled = shuffle and adapter.data is source.data and is_sequence
-    before = finite_or_none(source.length)
-    if source.presharded is not None and spec.size > 1:
-        before = _count_batches_before_shard(source)
-    if steps is not None:
-        # Keras may read ahead, into batches of the next epoch.
-        adapter = replace(adapter, epoch=None, division=None)
-    is_within_epoch = adapter.division is not None and adapter.division.is_within_epoch
-    is_exact = adapter.length is not None or spec.size == 1
-    return Feed(
-        arguments | {"x": adapter.data, "shuffle": is_shuffled},
-        Rows(
-            describe_sharding(source, spec, is_training=True),
-            batch_size=arguments["batch_size"] or _find_batch_size(source),
-            is_global=_is_shared(source, spec),
-            steps_before=steps_before or before,
-            steps=_take_smallest(steps, _count_steps(adapter, source, spec)),
-            rule=rule,
-        ),
-        adapter,
-        source,
-        is_exact=is_exact and not is_within_epoch,
-        facts={
-            "the batches of a pass over its data": finite_or_none(adapter.length),
-            "the steps of an epoch": steps,
-            "`class_weight`": class_weight,
-            "whether the data can be read from the middle": adapter.division
-            is not None,
-        },
-        is_strided=source.presharded is not None or _is_shared(source, spec),
-    )
-
-
-def _count_batches_before_shard(source: Source) -> int | None:
-    """Count the batches of one process; `None` if `shard` does not know their rows."""
-    presharded = source.presharded
-    assert presharded is not None
-    length = finite_or_none(presharded.length)
-    rows = presharded.batch_size or source.batch_size
-    return -(-length // rows) if length and rows else None
-
-
-def _find_batch_size(source: Source) -> int | None:
-    """Return the rows of a batch as the user thinks of it; `None` if unknown so far."""
-    presharded = source.presharded
-    if presharded is not None and presharded.is_global:
-        return presharded.batch_size
-    return source.batch_size
-
-
-def _is_shared(source: Source, spec: ShardSpec) -> bool:
-    """Return True if all ranks have rows of each batch."""
-    is_presharded = source.presharded is not None and source.presharded.is_global
-    return spec.is_global and (is_presharded or is_dealt(source, spec))
-
-
 def _count_steps(adapter: DataAdapter, source: Source, spec: ShardSpec) -> int | None:
     """Count the steps of a pass; `None` if unknown or infinite.
 
@@ -477,18 +460,8 @@ def _take_smallest(*steps: int | None) -> int | None:
     return min(filter(None, steps), default=None)
 
 
-def _describe_rule(rule: StepsRule | float, steps: int | None) -> str:
-    """Name in the plan the rule by which a given number of steps was changed."""
-    if steps is None:
-        return ""
-    name = rule if isinstance(rule, (str, int, float)) else "your function"
-    return f"steps scaled: {name}"
-
-
-def _check_trainable(
-    source: Source, pieces: dict[str, Any], steps: int | None, spec: ShardSpec
-) -> None:
-    leaves = keras.tree.flatten([source.data, *pieces.values()])
+def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> None:
+    leaves = keras.tree.flatten([source.data, given["y"], given["sample_weight"]])
     is_uneven = any(isinstance(leaf, UNEVEN) for leaf in leaves)
     if spec.size > 1 and spec.shard != "none" and is_uneven:
         raise ValueError(
@@ -497,12 +470,10 @@ def _check_trainable(
             'and pass shard="none" with a tf.data.Dataset.'
         )
     if source.length == 0:
-        raise ValueError(
-            "There is no data to train on. Received: "
-            f"x of type {source.type_name} without a batch. Pass at least one row for "
-            "each rank."
-        )
-    if spec.size > 1 and source.length == math.inf and steps is None:
+        received = f"x of type {source.type_name} without a batch"
+        raise no_data(received, is_training=True)
+    is_endless = source.length == math.inf and given["steps_per_epoch"] is None
+    if spec.size > 1 and is_endless:
         raise ValueError(
             "An epoch of infinite data needs a number of steps. Received: "
             f"infinite x of type {source.type_name}, steps_per_epoch=None. "
@@ -512,16 +483,9 @@ def _check_trainable(
 
 def _check_rows(arrays: Arrays, batch_size: int, spec: ShardSpec) -> None:
     if arrays.num_rows == 0:
-        raise ValueError(
-            "There is no data to train on. Received: arrays of 0 rows. Pass at least "
-            "one row for each rank."
-        )
-    if spec.is_global and batch_size < spec.size:
-        raise ValueError(
-            'With batch="global" all ranks share each batch, and a full batch needs a '
-            f"row for each rank. Received: batch_size={batch_size} for {spec.size} "
-            f"ranks. Pass a larger batch, or start at most {batch_size} processes."
-        )
+        raise no_data("arrays of 0 rows", is_training=True)
+    if spec.is_global:
+        check_shared_batch(batch_size, spec.size, f"batch_size={batch_size}")
     is_sharded = spec.shard != "none" and not spec.is_global
     if is_sharded and arrays.num_rows < spec.size:
         raise ValueError(

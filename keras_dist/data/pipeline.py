@@ -82,11 +82,8 @@ def untuned_pass(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     """Return True if a data set, or one that it was made of, is cached in memory."""
-    return any(map(_is_cache_in_memory, nodes(dataset)))
-
-
-def _is_cache_in_memory(dataset: tf.data.Dataset) -> bool:
-    return tf.get_static_value(private.cache_file(dataset)) == b""
+    files = (tf.get_static_value(private.cache_file(node)) for node in nodes(dataset))
+    return b"" in files
 
 
 def cache_files(dataset: tf.data.Dataset) -> dict[str, tf.data.Dataset]:
@@ -112,12 +109,6 @@ def find_batch_size(dataset: tf.data.Dataset) -> int | None:
             found = tf.get_static_value(rows)
             return None if found is None else int(found)
     return None
-
-
-def rows_per_batch(dataset: tf.data.Dataset) -> int | None:
-    """Return the rows of each batch if they are a constant of its type."""
-    first = keras.tree.flatten(dataset.element_spec)[0]
-    return first.shape[0] if first.shape.rank else None
 
 
 def list_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
@@ -215,6 +206,19 @@ def begin_unread_pass(
     return nothing.map(batch_of)
 
 
+def map_batches(
+    dataset: tf.data.Dataset, function: Callable[[Any], Any]
+) -> tf.data.Dataset:
+    """Map a function of a whole batch; `map` would unpack tuples."""
+    is_tuple = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def call(*batch: Any) -> Any:
+        return function(batch if is_tuple else batch[0])
+
+    return dataset.map(call, tf.data.AUTOTUNE, deterministic=True)
+
+
 def by_window(
     source: tf.data.Dataset,
     count: int,
@@ -235,14 +239,6 @@ def by_window(
     if length is not None:
         windows = assert_length(windows, math.ceil(length / count))
     return windows.flat_map(of_window)
-
-
-def take_if(
-    dataset: tf.data.Dataset, condition: tf.Tensor, count: int = -1
-) -> tf.data.Dataset:
-    """Take `count` elements if a condition holds, else none; -1 takes all."""
-    yes, no = tf.constant(count, tf.int64), tf.constant(0, tf.int64)
-    return dataset.take(tf.where(condition, yes, no))
 
 
 def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
@@ -311,8 +307,9 @@ def resume_in_first_epoch(
 
     @tf.autograph.experimental.do_not_convert
     def batches_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
-        is_first = tf.equal(epoch.read_value(), first)
-        return take_if(rest, is_first).concatenate(take_if(whole, ~is_first))
+        is_first = tf.cast(tf.equal(epoch.read_value(), first), tf.int64)
+        # -1 takes all.
+        return rest.take(-is_first).concatenate(whole.take(is_first - 1))
 
     dataset = tf.data.Dataset.range(1).flat_map(batches_of_epoch)
     return with_length(dataset, steps, may_be_shorter=True)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -20,7 +21,6 @@ from keras_dist.data.pipeline import (
     finite_or_none,
     has_cache_in_memory,
     inputs_of,
-    rows_per_batch,
 )
 
 # Rows of a rank in a window of rows that come from a cache.
@@ -93,11 +93,12 @@ def divide_rows(
     presharded = Presharded(batch_size, rank, size, source, is_global)
     length = finite_or_none(presharded.length)
     own = None if length is None else presharded.count_rows(rank, length)
-    if is_global:
-        assert batch_size is not None  # `shard` checks it
-        dataset = by_window(source, batch_size, lambda rows, _: rows.shard(size, rank))
+    if is_global or has_cache_in_memory(source):
+        # `shard` ends with this rank's last element, and would cut a cache short.
+        count = batch_size if is_global and batch_size else _WINDOW * size
+        dataset = by_window(source, count, lambda rows, _: rows.shard(size, rank))
     else:
-        dataset = _every(source, rank, size)
+        dataset = source.shard(size, rank)
     if presharded.length == math.inf:
         own = tf.data.INFINITE_CARDINALITY
     if own is not None:
@@ -153,7 +154,8 @@ def rows_per_step(
         lengths: The batches of each rank.
     """
     length = finite_or_none(presharded.length)
-    rows = presharded.batch_size or rows_per_batch(data)
+    first = keras.tree.flatten(data.element_spec)[0].shape
+    rows = presharded.batch_size or (first[0] if first.rank else None)
     if length is None or rows is None:
         return None
     counts = [presharded.count_rows(rank, length) for rank in range(presharded.size)]
@@ -169,11 +171,3 @@ def skip_read_rows(
         return data.skip(read // per_step)
     rows = data.unbatch().skip(presharded.count_rows(presharded.rank, read))
     return rows.batch(per_step // presharded.size)
-
-
-def _every(source: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """Select the elements `rank`, `rank` + `size`, …."""
-    if not has_cache_in_memory(source):
-        return source.shard(size, rank)
-    # `shard` ends with this rank's last element, and would cut the cache short.
-    return by_window(source, _WINDOW * size, lambda rows, _: rows.shard(size, rank))

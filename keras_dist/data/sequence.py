@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_dist.data import draws
-from keras_dist.data.dealer import Dealer, add_class_weights, marked
+from keras_dist.data.dealer import Dealer, add_class_weights, add_mark
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.source import digest_batches, standardize
 
@@ -54,7 +54,8 @@ class ShardedSequence(keras.utils.PyDataset):
         self.undivided = undivided
         self._dealer, self._seed, self._limit = dealer, seed, limit
         self._class_weight = class_weight
-        self._gather_texts = gather if self._changes_between_epochs() else None
+        is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
+        self._gather_texts = None if is_kept else gather
         self.division: Division | None = None
         total = self._total
         position = None if spec is None else spec.position
@@ -75,8 +76,9 @@ class ShardedSequence(keras.utils.PyDataset):
 
     def assign(self, epoch: int) -> None:
         """Set the number of the epoch that is read from now on."""
-        division = self.division
-        self._skipped = 0 if division is None else division.count_skipped(int(epoch))
+        division, self._skipped = self.division, 0
+        if division is not None and division.epoch == epoch:
+            self._skipped = division.begin  # read before the training resumed
         self._order = self._order_of(epoch)
         if self._follows_keras and self._order is not None:
             self._order = list(range(self.undivided.num_batches))
@@ -109,7 +111,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
         own = self._dealer.take(count, batch_at)
         assert own is not None  # `num_batches` counts those that there are
-        return marked(*own) if self.is_marked else own[0]
+        return add_mark(*own) if self.is_marked else own[0]
 
     def on_epoch_begin(self) -> None:
         """Call the user's `on_epoch_begin`."""
@@ -137,11 +139,6 @@ class ShardedSequence(keras.utils.PyDataset):
                 f"{type(self.undivided).__name__}. Shuffle it with a random generator "
                 "that has the same seed on every rank."
             )
-
-    def _changes_between_epochs(self) -> bool:
-        return (
-            type(self.undivided).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
-        )
 
     def _order_of(self, epoch: int) -> Any:
         """Return the order of all batches but the last, which may be smaller."""

@@ -1,6 +1,7 @@
 """Data that comes in batches, seen in one way: data sets, sequences, streams."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import random
@@ -26,6 +27,7 @@ from keras_dist.data.pipeline import (
     is_reshuffled,
     list_seeds,
     list_unshuffled_inputs,
+    map_batches,
     untuned_pass,
 )
 from keras_dist.data.presharded import Presharded, presharded_of
@@ -38,41 +40,21 @@ _READ_AHEAD: "weakref.WeakKeyDictionary[Iterator[Any], int]"
 _READ_AHEAD = weakref.WeakKeyDictionary()
 
 
-class DeclaredIterable:
-    """Every `size`-th element of an iterable, starting at `rank`.
-
-    >>> list(DeclaredIterable("abcde", rank=1, size=2))
-    ['b', 'd']
-    """
-
-    def __init__(self, data: Iterable[Any], *, rank: int, size: int) -> None:
-        self.undivided: Any = data
-        self._rank, self._size = rank, size
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.undivided, self._rank, None, self._size)
-
-    def __len__(self) -> int:
-        return len(range(self._rank, len(self.undivided), self._size))
-
-
 class Source:
     """Data in batches; its first batches can be read without being used up.
 
     A source is to be kept until a pass has been read: it holds what would cut a cache
-    in a data set short if it were dropped before (`first_batches`).
+    in a data set short if it were dropped before (`_first_batches`).
 
     Args:
-        data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, an
-            iterator such as a generator, which is never closed (`next_pass`), or what
-            `keras_dist.shard` returned.
+        data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
+            an iterator such as a generator, which is never closed (`next_pass`).
         is_same: Whether batch i is the same on all ranks, or may be taken for it.
 
     Attributes:
+        kind: `"dataset"`, `"sequence"` or `"stream"`.
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
         presharded: How it was divided before its rows were decoded, if it was.
-        is_declared: Whether the user says that all ranks have the same batches: of what
-            `shard` returned, `data` is all of it.
         class_weight: Weights of classes, which become weights of rows (`weigh`,
             `standardize`): Keras would take a mark for the targets. `None` for none.
         has_seeded_passes: Whether the order of each pass follows from seeds and its
@@ -87,18 +69,18 @@ class Source:
     """
 
     def __init__(self, data: Any, *, is_same: bool = False) -> None:
-        undivided: Any = getattr(data, "undivided", None)
-        self.is_declared = undivided is not None
-        self.data: Any = undivided if self.is_declared else data
-        self.presharded: Presharded | None = presharded_of(self.data)
-        self.is_same, self.note = is_same or self.is_declared, ""
+        self.data = data
+        self.presharded: Presharded | None = presharded_of(data)
+        self.is_same, self.note = is_same, ""
         self.lengths: tuple[float | None, ...] = ()
         self.row: Any = None
         self.class_weight: dict[int, float] | None = None
         self.length = count_batches(self.data)
-        is_dataset = isinstance(self.data, tf.data.Dataset)
-        self.has_seeded_passes = is_dataset and has_seeded_passes(self.data)
-        self._has_known_order: bool | None = None
+        is_sequence = isinstance(data, keras.utils.PyDataset)
+        self.kind = "sequence" if is_sequence else "stream"
+        self.has_seeded_passes = False
+        if isinstance(data, tf.data.Dataset):
+            self.kind, self.has_seeded_passes = "dataset", has_seeded_passes(data)
         self._buffered: list[Any] = []
         self._held: list[Any] = []
         self._first_rows: int | None = None
@@ -106,16 +88,6 @@ class Source:
         self._begun: Iterator[Any] | None = None if self.is_repeatable else self.data
         # Of an iterator of which a pass has begun, the batches that come next.
         self._unread: Iterator[Any] | None = None
-
-    @property
-    def kind(self) -> str:
-        """`"presharded"`, `"dataset"`, `"sequence"` or `"stream"`."""
-        if self.presharded is not None:
-            return "presharded"
-        if isinstance(self.data, tf.data.Dataset):
-            return "dataset"
-        is_sequence = isinstance(self.data, keras.utils.PyDataset)
-        return "sequence" if is_sequence else "stream"
 
     @property
     def type_name(self) -> str:
@@ -130,9 +102,8 @@ class Source:
     @property
     def batch_size(self) -> int | None:
         """Rows in a batch but for the last one; `None` if unknown so far."""
-        if isinstance(self.data, tf.data.Dataset):
-            return find_batch_size(self.data)
-        return self._first_rows
+        is_dataset = self.kind == "dataset"
+        return find_batch_size(self.data) if is_dataset else self._first_rows
 
     @property
     def seeds(self) -> list[tuple[int, int]] | None:
@@ -150,15 +121,15 @@ class Source:
         of random numbers go back to where they were.
         """
         if self.has_seeded_passes and self.length is None:
-            self._begun = self._begun or self.new_pass()
+            self._begun = self._begun or untuned_pass(self.data)
         if self._begun is not None:
             if not self.is_repeatable and not self._buffered:
                 self._skip_read_ahead(self._begun)
             more = 0 if self._unread else max(count - len(self._buffered), 0)
             self._buffered += itertools.islice(self._begun, more)
             return self._buffered[:count]
-        if isinstance(self.data, tf.data.Dataset):
-            return first_batches(self.data, count, self._held)
+        if self.kind == "dataset":
+            return self._first_batches(self.data, count)
         with preserve_generators():
             return list(itertools.islice(self, count))
 
@@ -206,29 +177,19 @@ class Source:
             begun, buffered = self._begun, self._buffered
             self._begun, self._buffered = None, []  # the next pass is another one
             return itertools.chain(buffered, begun)
-        if isinstance(self.data, keras.utils.PyDataset):
+        if self.kind == "sequence":
             is_endless = self.data.num_batches is None
             indices = itertools.count() if is_endless else range(self.data.num_batches)
             return (self.data[index] for index in indices)
-        return self.new_pass()
+        return untuned_pass(self.data) if self.kind == "dataset" else iter(self.data)
 
-    def new_pass(self) -> Iterator[Any]:
-        """Begin another pass over a data set, or data that has iterators."""
-        if not isinstance(self.data, tf.data.Dataset):
-            return iter(self.data)
-        return untuned_pass(self.data)
-
+    @functools.cached_property
     def has_known_order(self) -> bool:
         """Return True if it is known what a pass yields, so that a rank can skip some.
 
         Of presharded data the rows are compared; what a `map` makes of them may be
         random.
         """
-        if self._has_known_order is None:
-            self._has_known_order = self._look_for_order()
-        return self._has_known_order
-
-    def _look_for_order(self) -> bool:
         if self.kind == "sequence":
             return True
         if self.kind == "stream" or finite_or_none(self.length) is None:
@@ -236,35 +197,23 @@ class Source:
         if is_reshuffled(self.data):
             # The order of pass k follows from k; `skip_epochs` begins the ones before.
             return self.has_seeded_passes and is_read_anew(self.data)
-
-        def look() -> list[str]:
-            if self.presharded is None:
-                return self.fingerprint(1)
-            return self.fingerprint_before_shard()
-
+        is_presharded = self.presharded is not None
+        look = self.fingerprint_before_shard if is_presharded else self.fingerprint
         before = look()
         with draw_other_numbers():
             return look() == before
 
     def standardize(self, batch: Any) -> Any:
         """Convert a batch to what Keras hands to a step; of a data set it is that."""
-        is_dataset = isinstance(self.data, tf.data.Dataset)
-        batch = batch if is_dataset else standardize(batch)
+        batch = batch if self.kind == "dataset" else standardize(batch)
         return add_class_weights(batch, self.class_weight)
 
     def weigh(self) -> Any:
         """Return the data set, with the weights of its rows' classes, if any."""
-        if not self.class_weight:
-            return self.data
-        is_tuple = type(self.data.element_spec) is tuple
+        is_plain = not self.class_weight
+        return self.data if is_plain else map_batches(self.data, self.standardize)
 
-        @tf.autograph.experimental.do_not_convert
-        def weigh(*batch: Any) -> Any:
-            return self.standardize(batch if is_tuple else batch[0])
-
-        return self.data.map(weigh, tf.data.AUTOTUNE, deterministic=True)
-
-    def fingerprint(self, size: int) -> list[str]:
+    def fingerprint(self, size: int = 1) -> list[str]:
         """Digest each component of the first batches: alike if ranks read the same.
 
         A component is one tensor of a batch, such as the images or the labels.
@@ -284,13 +233,28 @@ class Source:
         return self._fingerprint_inputs(list_unshuffled_inputs(self.presharded.source))
 
     def _fingerprint_inputs(self, inputs: Sequence[tf.data.Dataset]) -> list[str]:
-        return [digest_batches(first_batches(d, _LOOKS, self._held)) for d in inputs]
+        return [digest_batches(self._first_batches(each, _LOOKS)) for each in inputs]
+
+    def _first_batches(self, dataset: tf.data.Dataset, count: int) -> list[Any]:
+        """Read the first batches of a data set, or as many as there are.
+
+        An iterator that is dropped after some batches may make a cache in memory
+        complete too early: a thread still reads ahead through the cache, and a
+        `prefetch` in front of it reports "end of data" when it is canceled
+        (docs/decisions.md). Such an iterator is kept until a pass has been read.
+        """
+        dataset = as_untuned(dataset)
+        with preserve_generators():
+            if not has_cache_in_memory(dataset):
+                return list(dataset.take(count))
+            self._held.append(iter(dataset))
+            return list(itertools.islice(self._held[-1], count))
 
     def _first_looks(self, size: int) -> list[Any]:
         is_short = self.is_repeatable and self.is_short(size)
         count = max(_LOOKS, size) if is_short else _LOOKS
         batches = self.first(count)
-        if batches and not isinstance(self.data, tf.data.Dataset):
+        if batches and self.kind != "dataset":
             self._first_rows = num_rows(self.standardize(batches[0]))
         return batches
 
@@ -302,25 +266,6 @@ def draw_other_numbers() -> Iterator[None]:
         random.random()
         np.random.random()
         yield
-
-
-def first_batches(dataset: tf.data.Dataset, count: int, held: list[Any]) -> list[Any]:
-    """Read the first `count` batches of a data set, or as many as there are.
-
-    An iterator that is dropped after some batches may make a cache in memory complete
-    too early: a thread still reads ahead through the cache, and a `prefetch` in front
-    of it reports "end of data" when it is canceled (docs/decisions.md). Such an
-    iterator is appended to `held`, which is to be kept until a pass has been read.
-
-    >>> [int(number) for number in first_batches(tf.data.Dataset.range(5), 2, [])]
-    [0, 1]
-    """
-    dataset = as_untuned(dataset)
-    with preserve_generators():
-        if not has_cache_in_memory(dataset):
-            return list(dataset.take(count))
-        held.append(iter(dataset))
-        return list(itertools.islice(held[-1], count))
 
 
 def is_source(data: Any) -> bool:

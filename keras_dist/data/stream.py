@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.dealer import Dealer, marked
+from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.source import Source
 from keras_dist.errors import RankError, describe, mark_known
@@ -33,7 +33,7 @@ class StreamReader:
 
     Attributes:
         failure: The error that the user's data raised, if any.
-        is_marked: Whether each batch comes with a mark (`dealer.marked`).
+        is_marked: Whether each batch comes with a mark (`dealer.add_mark`).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StreamReader:
             assert last is not None  # else `_goes_on` has raised an error
             batch = last[0]
             has_rows = own is not None and own[1]
-            yield marked(batch, has_rows) if self.is_marked else batch
+            yield add_mark(batch, has_rows) if self.is_marked else batch
 
     def _next_pass(self) -> Iterator[Any]:
         is_local = self._dealer.size == 1
@@ -102,9 +102,8 @@ class StreamReader:
             if self.failure is not None:
                 raise self.failure
             return state == _MORE
-        states = self._gather(state)
+        states, messages = zip(*self._gather((state, message)), strict=True)
         if _ERROR in states:
-            messages = self._gather(message)
             rank = states.index(_ERROR)
             raise self._fail(RankError(rank, messages[rank]))
         if _MORE not in states and _EMPTY not in states:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import mixin, private
-from keras_dist.data.steps import is_number
 from keras_dist.optimizer.nested import leaves, optimizers_of
 
 LearningRateRule = Literal["linear", "sqrt", "none"] | float | Callable[[int], float]
@@ -47,7 +46,7 @@ def rate_factor(rule: LearningRateRule, *, size: int) -> float:
         value = named.get(rule)
     elif callable(rule):
         value = rule(size)
-    if not is_number(value):
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise ValueError(
             '`lr_scaling` must be "linear", "sqrt", "none", a positive number, or a '
             f"function of the number of ranks that returns one. Received: {rule!r}"

@@ -3,6 +3,5 @@
 - `arguments`: `KerasArguments`, which `Model.fit` has too, and `Options`, all others
 - `sources`: compare the ranks' data: the same batches on all, or each rank its own
 - `fit_setup`: `prepare` decides everything for this rank: one frozen `FitSetup`
-- `checks`: check the model; add the callbacks that reports and studies need
-- `shard`: `keras_dist.shard`, by which the user divides data before decoding
+- `shard`: `keras_dist.shard`, by which the user divides a data set before decoding
 """

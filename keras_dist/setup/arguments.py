@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import keras
 
-from keras_dist.data.steps import StepsRule
+from keras_dist.data.division import StepsRule
 from keras_dist.optimizer.rate import LearningRateRule
 
 BATCH_VARIABLE = "KERAS_DIST_BATCH"
@@ -45,19 +45,10 @@ class KerasArguments:
     validation_batch_size: int | None = None
     validation_freq: int | list[int] = 1
 
-    def as_keywords(self) -> dict[str, Any]:
-        """Return a dict for `keras.Model.fit`; the data is not copied."""
-        return dict(vars(self))
-
     def data(self) -> dict[str, Any]:
         """Return what is trained on and evaluated, by the names of the arguments."""
         names = ("x", "y", "sample_weight", "validation_data")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def has_validation(self) -> bool:
-        """Return True if there is validation data."""
-        return self.validation_data is not None or bool(self.validation_split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +59,7 @@ class Options:
     lr_scaling: LearningRateRule | Literal["auto"] = "auto"
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
-    validation_steps_scaling: StepsRule | float = "auto"
+    validation_steps_scaling: StepsRule = "auto"
     shard: Literal["auto", "none", "first"] = "auto"
     target_accuracy: float | None = None
     resume: str | os.PathLike[str] | None = None
@@ -86,7 +77,7 @@ class Options:
             environ: `KERAS_DIST_BATCH` is read, for a script that cannot be changed.
 
         Raises:
-            ValueError: If `batch` is unknown.
+            ValueError: If `batch`, `shard` or a rule for steps is unknown.
         """
         batch: Any = self.batch or environ.get(BATCH_VARIABLE) or "rank"
         if batch not in ("rank", "global"):
@@ -95,6 +86,17 @@ class Options:
                 f'"global" (it is that of all ranks together). Received: {batch!r}'
                 + ("" if self.batch else f" in {BATCH_VARIABLE}")
             )
+        choices = {
+            "steps_scaling": get_args(StepsRule),
+            "validation_steps_scaling": get_args(StepsRule),
+            "shard": ("auto", "none", "first"),
+        }
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(values)}. "
+                    f"Received: {name}={getattr(self, name)!r}"
+                )
         is_global = batch == "global"
         usual: dict[str, Any] = {
             "lr_scaling": "none" if is_global else "linear",
@@ -103,3 +105,11 @@ class Options:
         }
         rules = {n: rule for n, rule in usual.items() if getattr(self, n) == "auto"}
         return replace(self, batch=batch, **rules)
+
+
+def split_arguments(given: dict[str, Any]) -> tuple[KerasArguments, Options]:
+    """Split the arguments of `dist_fit` into those of `Model.fit` and all others."""
+    keras_names = {field.name for field in fields(KerasArguments)}
+    of_keras = {name: given[name] for name in given if name in keras_names}
+    others = {name: given[name] for name in given if name not in keras_names}
+    return KerasArguments(**of_keras), Options(**others)

@@ -2,43 +2,31 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data import draws
-from keras_dist.data.arrays import is_arrays
+from keras_dist.data.arrays import UNEVEN
 from keras_dist.errors import RankError, describe
 
 
-def read_on_first_rank(data: Any, *, shuffle: bool = False) -> Any:
-    """Return the batches of the first rank's data, the same on every rank.
+class FirstRankBatches:
+    """The first rank's batches, which all ranks get: each iterator is a pass.
 
     Args:
         data: Batches; on other ranks they are not read.
         shuffle: Whether a `PyDataset` is read in another order in each pass.
-
-    Returns:
-        An iterator if `data` is one, so that nobody begins it anew; else an iterable,
-        of which each iterator is a pass.
     """
-    if isinstance(data, Iterator):
-        return _receive(data)
-    return FirstRankBatches(lambda: _read_pass(data, shuffle))
 
-
-class FirstRankBatches:
-    """Each iterator is a pass of the first rank, whose batches all ranks get."""
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self._begin = begin
+    def __init__(self, data: Any, *, shuffle: bool) -> None:
+        self._data, self._shuffle = data, shuffle
 
     def __iter__(self) -> Iterator[Any]:
-        return _receive(self._begin())
+        return receive(_read_pass(self._data, self._shuffle))
 
 
 def _read_pass(data: Any, shuffle: bool) -> Iterator[Any]:
@@ -57,7 +45,7 @@ def _read_pass(data: Any, shuffle: bool) -> Iterator[Any]:
     data.on_epoch_end()
 
 
-def _receive(batches: Iterator[Any]) -> Iterator[Any]:
+def receive(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of the first rank. Each of them is a collective."""
     while True:
         error, message = None, None
@@ -70,7 +58,7 @@ def _receive(batches: Iterator[Any]) -> Iterator[Any]:
                 error, message = caught, ("error", describe(caught))
             finally:
                 draws.draw_alike()
-        kind, value = comm.broadcast_in_thread(message)
+        kind, value = comm.gather_in_thread(message)[0]
         if kind == "end":
             return
         if kind == "error":
@@ -79,10 +67,8 @@ def _receive(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _to_arrays(batch: Any) -> Any:
-    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    if not is_arrays(tuple(map(np.asarray, leaves))) or any(
-        isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)) for leaf in leaves
-    ):
+    leaves = keras.tree.flatten(batch)
+    if any(isinstance(leaf, UNEVEN) for leaf in leaves):
         raise ValueError(
             'With shard="first" batches of arrays are sent. Received: '
             f"{[type(leaf).__name__ for leaf in leaves]}"

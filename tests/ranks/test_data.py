@@ -59,6 +59,10 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
         assert len({len(line) for line in box.splitlines()[:5]}) == 1
     keras_dist.dist_fit(make_model(), *rows, batch_size=8, verbose=0)
     assert capsys.readouterr().out == ""
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    keras_dist.dist_fit(make_model(keras.optimizers.SGD(schedule)), *rows, verbose=2)
+    read = f"schedule read at step × {world.size}" in capsys.readouterr().out
+    assert read == (world.rank == 0 and world.size > 1)
 
 
 @pytest.mark.several_ranks

@@ -141,38 +141,16 @@ class Evaluates(keras.callbacks.Callback):
         self.found.append([*found, predicted.sum(), copy.get_weights()[0].sum()])
 
 
-def test_in_callbacks(compare, rows, make_model):
-    """`evaluate`, `predict`, and a fit of a copy of the model."""
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_in_callbacks(compare, rows, make_model, is_alone):
+    """`evaluate`, `predict`, and a fit of a copy: of all ranks, or of the first."""
 
     def work():
         model, callback = make_model(), Evaluates(rows)
-        model.fit(
-            *rows,
-            epochs=2,
-            batch_size=16,
-            shuffle=False,
-            callbacks=[callback],
-            verbose=0,
-        )
-        return *model.get_weights(), callback.found
-
-    compare(work)
-
-
-def test_in_a_callback_of_the_first_rank_only(compare, rows, make_model):
-    """There everything is of that rank alone."""
-
-    def work():
-        model, callback = make_model(), keras_dist.first_rank_only(Evaluates(rows))
-        model.fit(
-            *rows,
-            epochs=2,
-            batch_size=16,
-            shuffle=False,
-            callbacks=[callback],
-            verbose=0,
-        )
-        return model.get_weights()
+        given = keras_dist.first_rank_only(callback) if is_alone else callback
+        options = {"epochs": 2, "batch_size": 16, "shuffle": False, "verbose": 0}
+        model.fit(*rows, callbacks=[given], **options)
+        return *model.get_weights(), [] if is_alone else callback.found
 
     compare(work)
 

@@ -159,37 +159,6 @@ def test_random_maps_are_no_error_and_nothing_is_compared(
 
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
-def test_sequences_iterables_and_lists(rows, make_model):
-    """A rank has its elements; what is declared is not compared."""
-    x, y = rows
-
-    class Batches(keras.utils.PyDataset):
-        made = 0
-
-        def __len__(self):
-            return 12
-
-        def __getitem__(self, index):
-            self.made += 1
-            part = slice(index * BATCH, (index + 1) * BATCH)
-            return x[part], y[part]
-
-    oracle, model = make_model(), make_model()
-    compared, data = Batches(), Batches()
-    fit(oracle, compared, shuffle=False)
-    fit(model, keras_dist.shard(data), shuffle=False)
-    assert largest_difference(model, oracle) == 0
-    assert data.made < compared.made
-    model = make_model()
-    fit(model, keras_dist.shard(list_of(Batches())))
-    assert largest_difference(model, oracle) == 0
-    names = [f"{number}.jpg" for number in range(7)]
-    found = keras_dist.gather(keras_dist.shard(names))
-    assert sorted(sum(found, [])) == names
-
-
-@pytest.mark.three_ranks
-@pytest.mark.several_ranks
 def test_files_belong_to_a_rank_each(world, make_model, capsys):
     """A rank that has no more rows takes part without rows, until no rank has any."""
     names = tf.data.Dataset.range(7).shuffle(7, seed=3)  # of 5 rows each
@@ -215,19 +184,6 @@ def test_files_belong_to_a_rank_each(world, make_model, capsys):
     assert set(trained) == set(range(35))
     if world.rank == 0:
         assert "sharded before decoding, by row" in capsys.readouterr().out
-
-
-def list_of(sequence):
-    """An iterable of batches with a length, as a loader is."""
-
-    class Loader:
-        def __len__(self):
-            return len(sequence)
-
-        def __iter__(self):
-            return (sequence[index] for index in range(len(sequence)))
-
-    return Loader()
 
 
 @pytest.mark.several_ranks

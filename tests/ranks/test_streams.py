@@ -62,12 +62,11 @@ def fit(model, data, **arguments):
 def test_every_kind_of_batches_is_sharded(world, rows, make_model):
     """Weights and metrics of one process with the global batch, tail and all."""
     x, y = (array[:96] for array in rows)  # 20 batches, the last one of one row
-    used = _used(world.size)
     validation = x[:33], y[:33]
     oracle = make_model(keras.optimizers.SGD(0.1 * world.size))
     expected = oracle.fit(
-        x[:used],
-        y[:used],
+        x,
+        y,
         batch_size=BATCH * world.size,
         shuffle=False,
         epochs=2,
@@ -115,34 +114,19 @@ def test_worker_processes_make_the_same_batches(world, rows, make_model):
     assert largest_difference(*models) == 0
 
 
-def _used(size):
-    """Rows of 20 batches, of which the last has one, that `size` ranks train on."""
-    left = 20 % size
-    if left == 0:
-        return 96
-    rows_left = (left - 1) * BATCH + 1
-    return 96 if rows_left >= size else 96 - rows_left
-
-
 @pytest.mark.several_ranks
 def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
     """Sharded, or used as already split if the ranks' batches differ."""
     x, y = rows
-    for data, said in (
-        (dataset_of(x, y), "sharded by batch, round robin"),
-        (
-            dataset_of(x[world.rank :: world.size], y[world.rank :: world.size]),
-            "already split",
-        ),
+    own = slice(world.rank, None, world.size)
+    steps = f"3 → {-(-3 // world.size)} an epoch"
+    for data, texts in (
+        (dataset_of(x, y), ("sharded by batch, round robin", steps)),
+        (dataset_of(x[own], y[own]), ("already split",)),
     ):
         keras_dist.dist_fit(make_model(), data.take(3), warmup_epochs=1, verbose=2)
         printed = capsys.readouterr().out
-        assert (said in printed) == (world.rank == 0)
-        if (
-            said != "already split"
-        ):  # the last batch may be shorter: about so many steps
-            steps = f"3 → {-(-3 // world.size)} an epoch"
-            assert (steps in printed) == (world.rank == 0)
+        assert all((text in printed) == (world.rank == 0) for text in texts)
 
 
 @pytest.mark.several_ranks

@@ -303,8 +303,8 @@ MUTATIONS = [
     Mutation(
         "divided data: each rank has its own rows",
         "data/presharded.py",
-        "return source.shard(size, rank)",
-        "return source.shard(size, 0)",
+        "dataset = source.shard(size, rank)",
+        "dataset = source.shard(size, 0)",
         ("test_shard.py", "trains_as_one"),
     ),
     Mutation(

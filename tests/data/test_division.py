@@ -1,4 +1,7 @@
-"""Which rows each rank reads: every small case, against one process."""
+"""Which rows each rank reads: every small case, against one process.
+
+A resumed training reads the rows that are left, on any number of ranks.
+"""
 
 import itertools
 
@@ -26,34 +29,18 @@ def rows_of_batch(division, step, rank):
     return range(begin, end)[local_items(rank, division.size)]
 
 
-def test_every_row_belongs_to_exactly_one_rank():
-    """Shards are disjoint and cover everything."""
-    for size in range(1, 8):
-        for num_rows in range(50):
-            sharded = [
-                row
-                for rank in range(size)
-                for row in range(num_rows)[local_items(rank, size)]
-            ]
-            assert sorted(sharded) == list(range(num_rows))
-
-
 def test_ranks_read_the_batches_of_one_process():
     """Interleaved, a step of all ranks is one global batch in its own order."""
     for size, batch_size, num_rows in CASES:
         division = divided(num_rows, batch_size, size)
-        read, counts = [], [0] * size
+        read = []
         for step in range(division.steps):
             batches = [rows_of_batch(division, step, rank) for rank in range(size)]
             assert all(len(batch) <= batch_size for batch in batches) and batches[0]
             merged = sorted(row for batch in batches for row in batch)
             assert merged == list(range(merged[0], merged[0] + len(merged)))
             read += merged
-            counts = [
-                count + len(batch) for count, batch in zip(counts, batches, strict=True)
-            ]
         assert read == list(range(num_rows))
-        assert counts == [division.count_items(rank) for rank in range(size)]
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
@@ -115,20 +102,6 @@ def test_an_epoch_begins_where_the_epoch_before_it_ended():
         assert epochs(steps, 3) == whole[: 3 * steps]
 
 
-def test_a_rank_without_a_row_gets_a_copy_that_does_not_count():
-    """Of 7 rows in global batches of 6, the last one has a row for the first rank."""
-    data, rows = Arrays.of(np.arange(7)), []
-    for rank in range(3):
-        division = divided(7, 2, 3)
-        assert division.has_empty_parts and division.steps == 2
-        own = RowOrder(division, rank, shuffle=True, seed=5, is_marked=True)
-        batches = list(own.dataset(data, tf.Variable(0, dtype=tf.int64)))
-        assert [int(mark[0]) for _, mark in batches] == [1, int(rank == 0)]
-        assert all(len(batch) for batch, _ in batches)
-        rows += [row for batch, mark in batches if mark[0] for row in batch.numpy()]
-    assert sorted(rows) == list(range(7))
-
-
 def test_arrays_are_distinguished_from_batches():
     """Arrays, tensors and structures of them, and nothing else."""
     x = np.zeros((3, 2))
@@ -152,11 +125,96 @@ def test_arrays_of_different_lengths_are_refused():
         Arrays.of(np.zeros((3, 2)), np.zeros(4))
 
 
-def test_the_validation_split_is_the_end_of_the_rows():
-    """As in Keras; an empty part is an error."""
-    data = Arrays.of(np.arange(10), np.arange(10))
-    training, validation = data.split(0.3)
-    assert training.x.tolist() == list(range(7)) and validation.y.tolist() == [7, 8, 9]
-    for fraction in (0.95, 1.0):
-        with pytest.raises(ValueError, match=f"validation_split={fraction}"):
-            data.split(fraction)
+NUM_ROWS = 23
+SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))
+
+
+def divide(position, total, per_step, size, unit, steps=None, facts_before=None):
+    """The `Division` of some ranks, from a position or the beginning."""
+    spec = ShardSpec(0, size, position=position, facts_before=facts_before)
+    return Division.of(spec, total, per_step=per_step, unit=unit, steps=steps)
+
+
+def sized(size, batch_size, steps=None):
+    """Arguments of `divide`; an epoch is a pass by default."""
+    sizes = {"total": NUM_ROWS, "per_step": batch_size * size, "size": size}
+    return sizes | {"unit": "rows", "steps": steps}
+
+
+def positions_of(schedule, epoch):
+    """Pass and rows of each global batch of an epoch, by arithmetic."""
+    batches = []
+    for step in range(schedule.count_steps(epoch)):
+        position = schedule.position(epoch, step)
+        done = step + schedule.steps - schedule.count_steps(epoch)
+        assert (position.epoch, position.step) == (epoch, done)
+        number, begin, end = schedule.span(schedule.find_first_step(epoch) + step)
+        number += schedule.first_pass
+        assert divmod(position.items, NUM_ROWS) == (number, begin)
+        batches.append((number, list(range(begin, end))))
+    return batches
+
+
+def resumed(whole, done, after):
+    """Epoch 1, after `done` steps, on other ranks."""
+    facts = whole.facts()
+    return divide(whole.position(1, done), **sized(*after), facts_before=facts)
+
+
+@pytest.mark.parametrize("steps", [None, 2, 3, 6])
+def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
+    """Resumed at every step of an epoch, and again at every step of the rest."""
+    for size, batch_size in SIZES:
+        sizes = sized(size, batch_size, steps)
+        whole = divide(None, **sizes)
+        expected = [positions_of(whole, epoch) for epoch in range(4)]
+        for done in range(whole.steps):
+            rest = divide(whole.position(1, done), **sizes)
+            assert positions_of(rest, 1) == expected[1][done:]
+            assert [positions_of(rest, 2), positions_of(rest, 3)] == expected[2:]
+            for more in range(whole.steps - done):
+                again = divide(rest.position(1, more), **sizes)
+                assert positions_of(again, 1) == expected[1][done + more :]
+                assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
+
+
+def test_another_number_of_ranks_reads_each_row_that_is_left_once():
+    """In the resumed pass and in later ones."""
+    for before, after in itertools.permutations(SIZES, 2):
+        whole = divide(None, **sized(*before))
+        first = positions_of(whole, 1)
+        for done in range(1, whole.steps):
+            rest = resumed(whole, done, after)
+            own = positions_of(rest, 1)
+            read = sum((part for _, part in first[:done] + own), [])
+            assert {number for number, _ in own} <= {1}
+            assert read == list(range(NUM_ROWS))
+            following = positions_of(rest, 2)
+            read = sum((part for _, part in following), [])
+            assert {number for number, _ in following} == {2}
+            assert read == list(range(NUM_ROWS))
+
+
+def test_the_rows_of_each_step_are_known_beforehand():
+    """The rows of all ranks at each step, counted from the beginning of epoch 0."""
+    for before, after in itertools.product(SIZES[:3], repeat=2):
+        whole = divide(None, **sized(*before))
+        for done in (0, 1, whole.steps - 1):
+            rest = resumed(whole, done, after)
+            for epoch in (rest.epoch, rest.epoch + 1):
+                positions = positions_of(rest, epoch)
+                steps = rest.find_first_step(epoch) + np.arange(len(positions))
+                _, begins, ends = rest.span(tf.constant(steps, tf.int64))
+                counts = (ends - begins).numpy().tolist()
+                assert counts == [len(part) for _, part in positions]
+
+
+def test_resuming_within_an_epoch_of_other_data_is_an_error():
+    """Between epochs the number of rows may change."""
+    sizes = sized(2, 3)
+    whole = divide(None, **sizes)
+    other = sizes | {"total": 24, "facts_before": whole.facts()}
+    with pytest.raises(ValueError, match="23 rows"):
+        divide(whole.position(1, 2), **other)
+    position = whole.position(1, whole.steps)
+    assert (position.epoch, position.step, position.items) == (2, 0, 2 * NUM_ROWS)
