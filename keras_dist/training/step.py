@@ -39,7 +39,7 @@ from keras_dist.training.first_batch import start_on_first_batch
 from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
-from keras_dist.training.saving import atomic
+from keras_dist.training.saving import SavesWhole
 from keras_dist.training.session import (
     Session,
     session_of,
@@ -57,7 +57,7 @@ def build_now(model: Any, data: Any) -> None:
     build.build(model, build.OwnStep(own_step, data, is_eager=model.run_eagerly))
 
 
-class DistributedStep(atomic.SavesWhole, WithoutAutotune):
+class DistributedStep(SavesWhole, WithoutAutotune):
     """Mixin for a model: the methods that Keras's loops call, on many ranks."""
 
     _distributed_session: Session

@@ -18,7 +18,7 @@ import pytest
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.files import to_json
 from keras_dist.checkpoint.lock import FolderLock
-from keras_dist.training.saving import atomic
+from keras_dist.training import saving
 
 _LOAD = """
 import os, random, signal, sys, time
@@ -191,8 +191,8 @@ def test_no_link_is_followed(folder, tmp_path):
         folder.prepare,
         lambda: folder.reserve(1000),
         lambda: folder.write({"count": 3, "array": np.full(1000, 3)}),
-        lambda: atomic.replace(model, lambda at: Path(at).write_text("model")),
-        lambda: atomic.replace(
+        lambda: saving.replace(model, lambda at: Path(at).write_text("model")),
+        lambda: saving.replace(
             model, lambda at: Path(at).write_text("model"), num_bytes=1000
         ),
     ):

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from claims import shortened
 from keras.saving import save_model  # before keras_dist, as most scripts have it
 
 import keras_dist
-from keras_dist.training.saving import once
+from keras_dist.training import saving
 
 pytestmark = pytest.mark.several_ranks
 TIMES = 5
@@ -44,7 +43,7 @@ def model():
 def store(request, monkeypatch):
     """With the launcher's store, and as under `mpirun`, which has none."""
     if request.param == "without a store":
-        monkeypatch.setattr(once._logs[0], "_store", None)
+        monkeypatch.setattr(saving._logs[0], "_store", None)
     return request.param
 
 
@@ -122,7 +121,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", shortened(KINDS, {"keras", "weights", "unzipped", "sharded", "export"})
+    "kind", shortened(KINDS, {"save_model", "weights", "unzipped", "sharded", "export"})
 )
 def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
     """Each time, for every function that saves, and on every rank when it returns."""
@@ -269,9 +268,3 @@ def test_a_collective_in_a_block_is_an_error():
         keras_dist.first_rank(),
     ):
         keras_dist.gather(1)
-
-
-def test_names_that_were_imported_before_are_replaced():
-    """Also those of a script that imports Keras first."""
-    assert save_model is keras.saving.save_model is keras.models.save_model
-    assert sys.modules[__name__].save_model.__wrapped__

@@ -68,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "files: replaced as a whole",
-        "training/saving/atomic.py",
+        "training/saving.py",
         'part = os.path.join(folder, f".keras_dist.{rank}.{name[-200:]}")',
         "part = target",
         ("test_user_callbacks.py", "full_disk"),
