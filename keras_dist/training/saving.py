@@ -2,7 +2,7 @@
 
 Scripts for one process end with `model.save(path)` or `save_model(model, path)`, which
 all ranks then call at once, also before the ranks meet. So in a rank of several these
-functions are changed when the package is imported (`install`); `uninstall` undoes it.
+functions are changed when the package is imported (`install`).
 The first rank must not wait for ranks that never save (`if keras_dist.rank() == 0:`),
 so nothing here is a collective. It announces in the launcher's store what it writes,
 and another rank that saves the same waits for that. Where nothing is announced (under
@@ -46,7 +46,6 @@ _BEGIN_SECONDS, _WRITE_SECONDS = 5.0, 600.0
 # Of all ranks together there are at most so many a second.
 _SHORTEST, _LONGEST, _LOOKS = 0.01, 0.25, 400.0
 
-_undo = contextlib.ExitStack()
 _logs: list["SaveLog"] = []
 _inside = threading.local()
 
@@ -70,15 +69,7 @@ def install() -> None:
     archives = type(keras.export.ExportArchive())  # one for each of Keras's backends
     archive = next(c for c in archives.__mro__ if "write_out" in vars(c))
     for owner, name in ((keras.Model, "export"), (archive, "write_out")):
-        own = vars(owner)[name]
-        setattr(owner, name, _share(own))
-        _undo.callback(setattr, owner, name, own)
-
-
-def uninstall() -> None:
-    """Undo `install`."""
-    _undo.close()
-    _logs.clear()
+        setattr(owner, name, _share(vars(owner)[name]))
 
 
 def begin_interval() -> None:
@@ -89,12 +80,10 @@ def begin_interval() -> None:
 
 def _replace_code(function: Any) -> None:
     """Let a function be shared also where a module has imported it by its name."""
-    code, defaults = function.__code__, function.__defaults__
-    own = types.FunctionType(code, function.__globals__, function.__name__, defaults)
+    parts = (function.__name__, function.__defaults__)
+    own = types.FunctionType(function.__code__, function.__globals__, *parts)
     function.__code__ = _call_shared.__code__
     function.__kwdefaults__ = {"_shared": _share(own)}
-    _undo.callback(setattr, function, "__kwdefaults__", None)
-    _undo.callback(setattr, function, "__code__", code)
 
 
 def _call_shared(*args: Any, _shared: Any, **kwargs: Any) -> Any:

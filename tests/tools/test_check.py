@@ -10,10 +10,10 @@ from launch import PYTHONPATH, launch
 
 from keras_dist.launch.command import add_where
 from keras_dist.tools.check import host
-from keras_dist.tools.check.command import RANK_CHECKS, describe, run_words
+from keras_dist.tools.check.command import RANK_CHECKS, run_words
+from keras_dist.tools.check.host import Result
 from keras_dist.tools.check.ranks import check_alike, check_devices
-from keras_dist.tools.check.results import Result, parse_line
-from keras_dist.tools.install.installed import Built
+from keras_dist.tools.install.recipe import Built
 
 CHECK = [sys.executable, "-m", "keras_dist", "check", "-np"]
 HOST_CHECKS = ("versions", "Horovod", "GPUs", "system", "network")
@@ -212,19 +212,3 @@ def test_the_options_of_run_reach_the_ranks(monkeypatch):
     assert run_words(parser.parse_args([])) == ["-np", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert run_words(parser.parse_args([])) == ["-np", "2"]
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_lines_fit_the_terminal(width, monkeypatch):
-    """What was seen and what to do begin in one column."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    lines = describe(Result("sums", "failed", "word " * 30, "do " * 40)).splitlines()
-    assert max(map(len, lines)) <= width
-    assert lines[0].startswith("  ✘ sums ") and any("→" in line for line in lines)
-    assert all(line.startswith(" " * 14) for line in lines[1:])
-
-
-def test_a_result_passes_through_the_output_of_a_rank():
-    """With a prefix of the launcher."""
-    result = Result("a", "ok", "ä → ö", data={"x": [1.5]})
-    assert parse_line(f"[3] {result.line()}\n") == result

@@ -8,14 +8,14 @@ import zipfile
 
 import pytest
 
-from keras_dist.tools.install import InstallError, build, facts, installed, recipe
+from keras_dist.tools.install import InstallError, build, facts, recipe
 from keras_dist.tools.install.steps import PIP
 
 FACTS = facts.Facts(tensorflow="2.21.0", python=sys.version_info[:2])
 BARE = dataclasses.replace(FACTS, has_compiler=False, has_make=False)
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-BUILT = installed.Built(
+BUILT = recipe.Built(
     "0.28.1", "2.21.0", "2.21.0", mpi=False, nccl=False, is_patched=True
 )
 

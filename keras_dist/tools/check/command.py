@@ -17,8 +17,7 @@ from keras_dist.clusters import find_nodes
 from keras_dist.clusters.slurm import Slurm
 from keras_dist.launch.command import add_where
 from keras_dist.launch.hosts import num_gpus
-from keras_dist.tools.check.host import check_host
-from keras_dist.tools.check.results import Result, Status, parse_line
+from keras_dist.tools.check.host import Result, Status, check_host, parse_line
 from keras_dist.version import __version__
 
 # The checks of `ranks`, which is not imported here: it needs TensorFlow.

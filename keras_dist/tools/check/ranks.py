@@ -18,8 +18,13 @@ from keras_dist import comm
 from keras_dist.fit import dist_fit
 from keras_dist.launch.hosts import num_gpus
 from keras_dist.launch.network import addresses
-from keras_dist.tools.check.host import installed_versions
-from keras_dist.tools.check.results import Result, Status, by_value, name_ranks
+from keras_dist.tools.check.host import (
+    Result,
+    Status,
+    by_value,
+    installed_versions,
+    name_ranks,
+)
 
 # Sizes of a sum, and how often one is measured.
 SIZES = {"4 B": 4, "64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24, "100 MB": 10**8}

@@ -1,9 +1,9 @@
 """Build Horovod for the installed TensorFlow: `keras-dist install-horovod`.
 
-- `recipe`: take a wheel that fits, or build one; install it, and verify it
+- `recipe`: take a wheel that fits, or build one; install it; what the installed one
+  was built for
 - `facts`: what this environment has, what is missing for a build, what to choose
 - `build`: build a wheel: the source, our changes (`patches/`), flags and variables
-- `installed`: the installed Horovod: what it was built for
 - `steps`: run commands with a log, show their progress, explain their errors
 """
 

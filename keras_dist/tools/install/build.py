@@ -126,7 +126,7 @@ def build_environment(
             "HOROVOD_NCCL_LINK": "SHARED",
         }
     return env | {
-        "CMAKE_GENERATOR": "Unix Makefiles",  # `Steps` reads its percentages
+        "CMAKE_GENERATOR": "Unix Makefiles",
         "CXXFLAGS": _joined(" ", [environ.get("CXXFLAGS", ""), CXX_FLAG]),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if choice.mpi else "HOROVOD_WITHOUT_MPI": "1",
@@ -139,7 +139,6 @@ def build_environment(
         "PYTHONPATH": _joined(
             os.pathsep, [str(folder / "tools"), environ.get("PYTHONPATH", "")]
         ),
-        "PYTHONUNBUFFERED": "1",
     }
 
 

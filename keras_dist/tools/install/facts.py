@@ -45,7 +45,6 @@ class Facts:
         distribution: Name of the distribution, one of `version.TENSORFLOWS`.
         python: Major and minor version of this Python.
         has_pip: Whether this Python has pip.
-        is_managed: Whether pip refuses to install into this Python (PEP 668).
         has_compiler: Whether there is a C++ compiler.
         has_make: Whether there is make.
         has_open_mpi: Whether there is Open MPI, with its compiler wrapper.
@@ -58,7 +57,6 @@ class Facts:
     distribution: str = "tensorflow"
     python: tuple[int, int] = (3, 12)
     has_pip: bool = True
-    is_managed: bool = False
     has_compiler: bool = True
     has_make: bool = True
     has_open_mpi: bool = False
@@ -80,16 +78,11 @@ def detect(environ: Mapping[str, str] = os.environ) -> Facts:
     # What CMake tries: `CXX`, or the usual names.
     compilers = environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
     mpirun = _has("mpirun", environ) and _has("mpicxx", environ)
-    is_system = sys.prefix == sys.base_prefix
-    managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
     return Facts(
         tensorflow=version,
         distribution=distribution,
         python=sys.version_info[:2],
         has_pip=importlib.util.find_spec("pip") is not None,
-        is_managed=is_system
-        and managed.is_file()
-        and "PIP_BREAK_SYSTEM_PACKAGES" not in environ,
         has_compiler=any(_has(name, environ) for name in compilers),
         has_make=_has("make", environ),
         has_open_mpi=mpirun and "Open MPI" in _output_of("mpirun", "--version"),
@@ -205,10 +198,6 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
     if not facts.has_pip:
         advice = "`uv pip install pip` in one of uv's, else `python -m ensurepip`."
         missing.append(Missing("pip in this Python", advice, ("python3-venv",)))
-    if facts.is_managed:
-        what = "a virtual environment: pip must not install into the system's Python"
-        advice = "python3 -m venv .venv && . .venv/bin/activate"
-        missing.append(Missing(what, advice, ("python3-venv",)))
     if not facts.has_compiler:
         what = "a C++ compiler: what CXX names, or else g++"
         missing.append(Missing(what, debian=("g++",)))

@@ -1,21 +1,15 @@
-"""Run the commands of an installation: their log, their progress, and their errors."""
+"""Run the commands of an installation: their log, and their errors."""
 
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # -P: do not import from the current folder, in which a file may hide a package.
 PYTHON = (sys.executable, "-P")
 PIP = (*PYTHON, "-m", "pip", "--disable-pip-version-check")
-
-# Percent between two printed lines.
-_STEP = 10
-
-_PERCENT = re.compile(r"\s*\[\s*(\d{1,3})%\]")
 
 _LAST_LINES = 20
 
@@ -83,47 +77,30 @@ class Steps:
             command: The command and its arguments.
             env: Its environment; by default that of this process.
         """
-        code, output = self._execute(what, command, env)
-        if code != 0:
-            raise InstallError(
-                describe_failure(what, code=code, output=output, log=self.log)
-            )
+        begin = self.log.stat().st_size
+        if not self.try_to_run(what, command, env=env):
+            output = self.log.read_bytes()[begin:].decode(errors="replace")
+            output = output.partition("\n")[2]  # without the command
+            raise InstallError(describe_failure(what, output, self.log))
 
-    def try_to_run(self, what: str, command: Sequence[str]) -> bool:
+    def try_to_run(
+        self, what: str, command: Sequence[str], *, env: Mapping[str, str] | None = None
+    ) -> bool:
         """Run a command that may fail, and return whether it succeeded."""
-        return self._execute(what, command, None)[0] == 0
-
-    def _execute(
-        self, what: str, command: Sequence[str], env: Mapping[str, str] | None
-    ) -> tuple[int, list[str]]:
-        """Run a command; return its exit code, and its output as lines."""
         print(f"{what} ...", flush=True)
-        output, shown, start = list[str](), 0, time.monotonic()
-        with (
-            open(self.log, "a") as log,
-            subprocess.Popen(
+        with open(self.log, "a") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            done = subprocess.run(
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=log,
                 stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            ) as process,
-        ):
-            log.write(f"$ {' '.join(command)}\n")
-            assert process.stdout is not None
-            for line in process.stdout:
-                log.write(line)
-                log.flush()
-                output.append(line)
-                match = _PERCENT.match(line)
-                percent = int(match[1]) if match else 0
-                if percent >= shown + _STEP:
-                    shown = percent - percent % _STEP
-                    seconds = time.monotonic() - start
-                    print(f"{what}: {shown} %, {seconds:.0f} s", flush=True)
-        return process.returncode, output
+                check=False,
+            )
+            log.write(f"exit code {done.returncode}\n")
+        return done.returncode == 0
 
 
 def remedy_for(output: str) -> str:
@@ -136,20 +113,21 @@ def remedy_for(output: str) -> str:
     return next(found, "")
 
 
-def describe_failure(what: str, *, code: int, output: Sequence[str], log: Path) -> str:
+def describe_failure(what: str, output: str, log: Path) -> str:
     """Write the message about a failed command: its last lines, its log, a remedy.
 
     If several files are compiled at once, the others continue after an error, and print
     more lines. So the first error is put in front if it is not in the last lines.
     """
-    shown = list(output[-_LAST_LINES:])
-    first = next((line for line in output if _ERROR.search(line)), None)
+    lines = output.splitlines()
+    shown = lines[-_LAST_LINES:]
+    first = next((line for line in lines if _ERROR.search(line)), None)
     if first is not None and first not in shown:
         shown = [first, "...", *shown]
-    lines = [
-        f"{what} failed with exit code {code}. The last lines of its output:",
+    told = [
+        f"{what} failed. The last lines of its output:",
         *(f"    {line.rstrip()}" for line in shown),
         f"The whole output is in {log}",
-        remedy_for("".join(output)),
+        remedy_for(output),
     ]
-    return "\n".join(line for line in lines if line.strip())
+    return "\n".join(line for line in told if line.strip())
