@@ -105,14 +105,13 @@ def test_one_process_is_plain_keras_whatever_is_compiled(rows):
     x, y = rows
     for make_optimizer in (
         lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-        lambda: getattr(keras.optimizers, "ScheduleFreeAdamW", keras.optimizers.Adam)(),
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
     ):
         models = []
         for fit in (keras.Model.fit, keras_dist.dist_fit):
             model = make_model()
             model.compile(make_optimizer(), "mse", metrics=["mae"], jit_compile=False)
-            fit(model, x, y, epochs=2, verbose=0, validation_data=rows)
+            fit(model, x, y, verbose=0, validation_data=rows)
             models.append(model)
         expected, model = models
         for own, other in zip(model.variables, expected.variables, strict=True):
@@ -184,15 +183,10 @@ def test_horovod_is_not_needed():
 
 def test_a_launcher_without_horovod_is_an_error_that_names_the_command():
     """Each process would otherwise train a model of its own."""
-    launchers = (
-        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
-        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-        {"PMI_RANK": "1", "PMI_SIZE": "2"},
-    )
-    for done in run_each(*((_WITHOUT_HOROVOD, environ) for environ in launchers)):
-        assert done.returncode != 0
-        assert "keras-dist install-horovod" in done.stderr
-        assert "no Horovod here" in done.stderr
+    done = run(_WITHOUT_HOROVOD, PMI_RANK="1", PMI_SIZE="2")
+    assert done.returncode != 0
+    assert "keras-dist install-horovod" in done.stderr
+    assert "no Horovod here" in done.stderr
 
 
 def test_threads_are_divided_early_and_never_against_the_users_settings():
@@ -214,25 +208,32 @@ def test_threads_are_divided_early_and_never_against_the_users_settings():
         (report, launched),
         (own + report, launched),
         (report, {**launched, "OMP_NUM_THREADS": "3"}),
-        (report, {}),
         (_TOO_LATE, launched),
     )
-    assert [one.stdout.strip() for one in done] == [str(threads), "7", "0", "0"]
+    assert [one.stdout.strip() for one in done] == [str(threads), "7", "0"]
+    assert tf.config.threading.get_intra_op_parallelism_threads() == 0  # no launcher
     assert late.returncode == 0
     assert "before the first model or tensor" in late.stderr
 
 
-def test_another_backend_is_refused():
-    """The package is for TensorFlow."""
-    pretend = "import keras; keras.backend.backend = lambda: 'jax'; import keras_dist"
-    done = run(pretend)
-    assert "needs Keras's TensorFlow backend. Received: the jax" in done.stderr
+_REFUSED = """
+import keras
+plain = keras.backend.backend
+keras.backend.backend = lambda: "jax"
+try:
+    import keras_dist
+except ImportError as error:
+    print(error)
+keras.backend.backend = plain
+keras.__version__ = "3.9.2"
+import keras_dist
+"""
 
 
-def test_an_old_keras_is_refused():
+def test_another_backend_and_an_old_keras_are_refused():
     """At the import, and not in the first step."""
-    pretend = "import keras; keras.__version__ = '3.9.2'; import keras_dist"
-    done = run(pretend)
+    done = run(_REFUSED)
+    assert "needs Keras's TensorFlow backend. Received: the jax" in done.stdout
     assert "needs Keras 3.10 or newer. Received: Keras 3.9.2. Run: pip" in done.stderr
 
 

@@ -301,14 +301,7 @@ def _accumulation() -> list[Case]:
     part = "accumulation"
     return [
         Case(part, "three batches, clipped", "regularized", every_third),
-        Case(
-            part,
-            "two batches, 101 rows",
-            "perceptron",
-            every_second,
-            rows=101,
-            on_three=True,
-        ),
+        Case(part, "two batches, 101 rows", "perceptron", every_second, rows=101),
         Case(
             part,
             "two batches, odd epochs, in a graph",
@@ -320,11 +313,7 @@ def _accumulation() -> list[Case]:
         ),
         Case(part, "two batches of an embedding", "embedding", every_second),
         Case(
-            part,
-            "mixed_float16 with two batches",
-            "half",
-            every_second,
-            tolerance=HALF,
+            part, "mixed_float16 with two batches", "half", every_second, tolerance=HALF
         ),
     ]
 
@@ -343,7 +332,6 @@ def _data() -> list[Case]:
             rows=101,
             batch_size=9,
             arguments={"shuffle": True},
-            on_three=True,
         ),
         Case(part, "a last batch of four rows", "perceptron", momentum, rows=52),
         Case(
@@ -404,13 +392,7 @@ def _compiled() -> list[Case]:
             lambda rate: adam(rate, gradient_accumulation_steps=2),
             compiled=jitted,
         ),
-        Case(
-            part,
-            "a convolution",
-            "convolution",
-            adam,
-            compiled=jitted,
-        ),
+        Case(part, "a convolution", "convolution", adam, compiled=jitted),
     ]
 
 
@@ -419,14 +401,7 @@ def _embeddings() -> list[Case]:
     part = "embeddings"
     return [
         Case(part, "SGD, sent whole", "embedding", momentum),
-        Case(
-            part,
-            "SGD, sent as rows",
-            "large embedding",
-            momentum,
-            rows=101,
-            on_three=True,
-        ),
+        Case(part, "SGD, sent as rows", "large embedding", momentum, rows=101),
         Case(part, "as rows, in a graph", "large embedding", compiled=in_graph),
         Case(
             part,
@@ -443,13 +418,7 @@ def _embeddings() -> list[Case]:
             compiled=in_graph,
         ),
         *(
-            replace(
-                case,
-                part=part,
-                subject="embedding",
-                rows=101,
-                on_three=False,
-            )
+            replace(case, part=part, subject="embedding", rows=101, on_three=False)
             for case in _optimizers()
             # A centered RMSprop is an error of Keras 3.15 itself, also on one process,
             # where rows come twice.
@@ -489,13 +458,7 @@ def _ways() -> list[Case]:
 def _statistics() -> list[Case]:
     part = "statistics"
     return [
-        Case(
-            part,
-            "BatchNormalization(synchronized=True)",
-            "normalized",
-            rows=95,
-            on_three=True,
-        ),
+        Case(part, "BatchNormalization(synchronized=True)", "normalized", rows=95),
         Case(
             part,
             "the same, Adam, in a graph",
@@ -539,7 +502,6 @@ def _losses() -> list[Case]:
             momentum,
             rows=101,
             compiled={"loss": adding_up()},
-            on_three=True,
         ),
     ]
 
@@ -642,7 +604,10 @@ TABLE_ONLY = {
     "statistics: BatchNormalization(synchronized=True)",
     "statistics: the same, Adam, in a graph",
     "statistics: the same, two steps an execution",
+    "optimizers: Lion()",
+    "optimizers: ScheduleFreeAdamW()",
     "ways to train: four steps an execution, and a tail",
+    "ways to train: pictures",
     "XLA: a convolution",
     "XLA: SGD",
 }

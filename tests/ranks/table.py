@@ -2,7 +2,6 @@
 
 Usage: python table.py FILE               all of `cases.CASES`
        python table.py FILE part NAME     those of one part
-       python table.py FILE FIRST COUNT   random models, those drawn for so many ranks
        python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype,
                                             and "global" where the ranks share batches
 """
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import cases
 import keras
-import parts
 import tensorflow as tf
 from claims import assert_equal_to_the_bit, distribute_jobs
 from keras_ways import WAYS
@@ -104,10 +102,6 @@ def main(path, *chosen_by):
     size = keras_dist.size()
     if chosen_by and chosen_by[0] == "ways":
         rows = measure_ways("".join(chosen_by[1:]), size)
-    elif chosen_by and chosen_by[0] != "part":
-        first, count = map(int, chosen_by)
-        drawn = [parts.draw(seed) for seed in range(first, first + count)]
-        rows = measure([case for ranks, case in drawn if ranks == size], size)
     else:
         warnings.filterwarnings("error", "Training without XLA")
         shared = [case.shared for case in cases.CASES if "op" not in case.averaging]

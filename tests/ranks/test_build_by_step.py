@@ -435,7 +435,7 @@ def equals_one_process(world, kind, tolerance=1e-10, **arguments):
         pytest.param(kind, marks=pytest.mark.three_ranks)
         if kind in (Lazy, OwnMetrics)
         else pytest.param(kind, marks=pytest.mark.long)
-        if kind is Translator
+        if kind in (Translator, Student, Diffusion)
         else kind
         for kind in MODELS
     ],
@@ -453,12 +453,13 @@ def test_the_same_without_a_graph(world, kind):
     equals_one_process(world, kind, is_eager=True)
 
 
-@pytest.mark.parametrize("kind", shortened(MORE, {Nested, OwnFunction, LossBuilds}))
+@pytest.mark.parametrize("kind", shortened(MORE, {Nested, OwnFunction}))
 def test_steps_inside_of_others_equal_one_process(world, kind):
     """Of models and layers inside, functions of TensorFlow, Keras's own."""
     equals_one_process(world, kind)
 
 
+@pytest.mark.long
 def test_speech_recognition_equals_one_process(world):
     """TensorFlow computes CTC in float32."""
     equals_one_process(world, Speech, tolerance=1e-6)

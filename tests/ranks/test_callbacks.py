@@ -22,7 +22,8 @@ def shard(rows, world):
 
 
 @pytest.mark.parametrize(
-    "is_jitted", [False, pytest.param(True, marks=pytest.mark.several_ranks)]
+    "is_jitted",
+    [False, pytest.param(True, marks=[pytest.mark.several_ranks, pytest.mark.long])],
 )
 def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitted):
     """Plain `model.fit`, our optimizer and our callbacks one by one."""

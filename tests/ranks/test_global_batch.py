@@ -109,7 +109,7 @@ def assert_equal(ours, expected):
         np.testing.assert_allclose(own, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", shortened(KINDS, {"arrays", "shuffled", "generator"}))
+@pytest.mark.parametrize("kind", shortened(KINDS, {"arrays", "shuffled"}))
 def test_the_same_script_gives_the_same_model_and_logs(kind):
     """Of all kinds of data; the last batch has fewer rows than there are ranks."""
     results = []
@@ -124,9 +124,7 @@ def test_the_same_script_gives_the_same_model_and_logs(kind):
     assert_equal(*results)
 
 
-@pytest.mark.three_ranks
-@pytest.mark.several_ranks
-@pytest.mark.parametrize("batch", ["global", "rank"])
+@pytest.mark.parametrize("batch", shortened(["global", "rank"], {"global"}))
 def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
     """It is the shuffled training data, with fewer batches than there are ranks."""
     results = []
@@ -140,7 +138,7 @@ def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
 
 
 @pytest.mark.parametrize(
-    "kind", shortened(["arrays", "dataset", "sequence"], {"arrays", "sequence"})
+    "kind", shortened(["arrays", "dataset", "sequence"], {"sequence"})
 )
 def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
     """`validation_steps` are those of all ranks; sums count as on one process."""
@@ -159,7 +157,7 @@ def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", shortened(["dataset", "sequence", "unknown"], {"dataset", "unknown"})
+    "kind", shortened(["dataset", "sequence", "unknown"], {"unknown"})
 )
 @pytest.mark.parametrize("batch", ["global", "rank"])
 def test_weights_of_classes_are_those_of_one_process(world, kind, batch):
@@ -234,7 +232,7 @@ def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
 
 
 def test_decisions_and_files_are_those_of_one_process(folder):
-    """Stopped epoch, rates, a schedule, files and counts of batches."""
+    """Stopped epoch, rates, files and counts of batches."""
     results, saved = [], []
     for is_ours in (True, False):
         path = f"{folder}/{is_ours}" + "-{epoch}-{batch}.weights.h5"
@@ -261,16 +259,6 @@ def test_decisions_and_files_are_those_of_one_process(folder):
         saved.append(sorted(p.name.partition("-")[2] for p in _files(folder, is_ours)))
     assert_equal(*results)
     assert saved[0] == saved[1] and saved[0]
-    schedule = keras.optimizers.schedules.CosineDecay(0.05, 12)
-    ours, expected = (
-        trained(
-            data_of("arrays", 41, 10) | {"shuffle": False},
-            is_ours=is_ours,
-            model=compiled(keras.optimizers.SGD(schedule, momentum=0.9)),
-        )
-        for is_ours in (True, False)
-    )
-    assert_equal(ours, expected)
 
 
 def _files(folder, is_ours):

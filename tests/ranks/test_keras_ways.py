@@ -1,8 +1,9 @@
 """Each way to train that keras.io shows gives what one process gives.
 
 Weights, optimizers' state and logs are compared in float64, where rounding hides
-nothing; some of them in float32, too. `make equivalence` runs all ways in both, and
-lists them in `docs/equivalence.md`.
+nothing. `make test` has time for a part of them; LONG_TESTS=1 tests all, and `make
+equivalence` runs all in each dtype on two and on three ranks, and lists them in
+`docs/equivalence.md`.
 """
 
 import pytest
@@ -10,43 +11,44 @@ from keras_ways import WAYS
 
 pytest_plugins = ["keras_ways.comparison"]
 
-# On three ranks; the others that ask for it run there with LONG_TESTS=1.
-QUICK_ON_THREE = {
-    "generative: GAN with two optimizers in a list",
-    "contrast: siamese triplets, differentiated row by row",
-    "text and speech: masked language model, weights of the words",
+# In `make test`, on two ranks: what a script does around `fit`, and steps with several
+# networks. Losses and metrics have tests of their own.
+ON_TWO = {
+    "generative: GAN with two optimizers as attributes",
+    "generative: diffusion with a moving average of the weights",
+    "vision: transfer learning: frozen, then thawed and compiled again",
+    "around fit: a second and a third fit",
+    "around fit: predict and evaluate in callbacks",
+    "around fit: KeyboardInterrupt in the middle, and another fit",
+    "around fit: batches of a PyDataset and of a generator",
+}
+
+ON_THREE = {
+    "generative: variational autoencoder",
     "around fit: the guide's train step with sample weights and class weights",
 }
 
-
-# With `batch="global"`, on three ranks; LONG_TESTS=1 runs the others.
-QUICK_GLOBAL = {
-    "generative: GAN with two optimizers as attributes",
+# With `batch="global"`, on three ranks.
+GLOBAL_ON_THREE = {
     "text and speech: transformer with masks: a tag for each word",
     "structured data: graph attention: the model is called with the whole graph",
     "around fit: schedules: cosine with warm-up, read at the scaled step",
-    "around fit: batches of a PyDataset and of a generator",
 }
 
 
 def cases():
-    """Each way, in each dtype that the tests have time for."""
+    """Each way, with the batch of each rank and with that of all ranks."""
+    three, long = pytest.mark.three_ranks, pytest.mark.long
     for way in WAYS:
-        for dtype in way.dtypes:
-            marks = [] if way.is_tested else [pytest.mark.long]
-            marks += [] if way.on_one else [pytest.mark.several_ranks]
-            if way.on_three:
-                marks += [pytest.mark.three_ranks]
-                is_quick = way.title in QUICK_ON_THREE and dtype == "float64"
-                marks += [] if is_quick else [pytest.mark.slow_on_three]
-            title = f"{way.title}, {dtype}"
-            yield pytest.param(way, dtype, False, id=title, marks=marks)
-        marks = [pytest.mark.several_ranks, pytest.mark.three_ranks]
-        marks += [] if way.title in QUICK_GLOBAL else [pytest.mark.long]
-        title = f'{way.title}, float64, batch="global"'
-        yield pytest.param(way, "float64", True, id=title, marks=marks)
+        title = f"{way.title}, float64"
+        marks = [three] if way.title in ON_THREE else []
+        marks += [] if way.title in ON_TWO | ON_THREE else [long]
+        yield pytest.param(way, "float64", False, id=title, marks=marks)
+        marks = [three] if way.title in GLOBAL_ON_THREE else [three, long]
+        yield pytest.param(way, "float64", True, id=f"{title}, global", marks=marks)
 
 
+@pytest.mark.several_ranks
 @pytest.mark.parametrize(("way", "dtype", "is_global"), cases())
 def test_a_way_equals_one_process(equals_one_process, way, dtype, is_global):
     """Weights, state and logs, and the same bits on all ranks."""
@@ -54,6 +56,7 @@ def test_a_way_equals_one_process(equals_one_process, way, dtype, is_global):
 
 
 def test_at_least_forty_ways_are_tried():
-    """Each has a name of its own."""
-    assert len({way.title for way in WAYS}) == len(WAYS) >= 40
-    assert {way.title for way in WAYS if way.on_three} >= QUICK_ON_THREE
+    """Each has a name of its own, also those that are chosen here."""
+    titles = {way.title for way in WAYS}
+    assert len(titles) == len(WAYS) >= 40
+    assert titles >= ON_TWO | ON_THREE | GLOBAL_ON_THREE

@@ -18,7 +18,7 @@ import keras_dist
 pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
-COUNT = int(os.environ.get("ROWS_COUNT", "12"))
+COUNT = int(os.environ.get("ROWS_COUNT", "6"))
 
 # More than the number of any row.
 ROWS = 70

@@ -51,7 +51,6 @@ def pair(run):
     return model, expected
 
 
-@pytest.mark.three_ranks
 def test_a_fit_for_each_epoch_is_traced_once(rows):
     """With other rows, batches, positions and a validation in between."""
     x, y = rows
@@ -73,7 +72,9 @@ def test_a_fit_for_each_epoch_is_traced_once(rows):
     assert len(model.optimizer.noted) <= most
 
 
-@pytest.mark.parametrize("is_trained_first", [False, True])
+@pytest.mark.parametrize(
+    "is_trained_first", [False, pytest.param(True, marks=pytest.mark.long)]
+)
 def test_trainable_is_that_of_the_traced_step(rows, is_trained_first):
     """Without `compile`, a switch between two fits changes nothing, as in Keras."""
     x, y = (array[:96] for array in rows)

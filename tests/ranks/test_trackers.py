@@ -9,8 +9,6 @@ import pytest
 
 import keras_dist
 
-pytestmark = pytest.mark.three_ranks
-
 # Where the classes are defined that users import.
 _TRACKERS = (
     ("mlflow.keras.callback", "MlflowCallback"),

@@ -18,28 +18,6 @@ def assert_equal(models):
     assert_equal_to_the_bit(models[1])
 
 
-def test_layers_unfrozen_between_two_fits(world, rows):
-    """What is frozen stays to the bit, and trains when it is not any more."""
-    x, y = (array[:96] for array in rows)
-    models = []
-    for fit, rate, size in (
-        (keras.Model.fit, 0.05 * world.size, 8 * world.size),
-        (keras_dist.dist_fit, 0.05, 8),
-    ):
-        keras.utils.set_random_seed(6)
-        first = keras.layers.Dense(4, trainable=False)
-        model = keras.Sequential([keras.Input((5,)), first, keras.layers.Dense(1)])
-        before = first.get_weights()[0]
-        for is_trainable in (False, True):
-            first.trainable = is_trainable
-            model.compile(keras.optimizers.SGD(rate), "mse", run_eagerly=True)
-            fit(model, x, y, batch_size=size, **ARGUMENTS)
-            assert (first.get_weights()[0] == before).all() == (not is_trainable)
-        model.optimizer.learning_rate = 0.05
-        models.append(model)
-    assert_equal(models)
-
-
 @pytest.mark.three_ranks
 def test_frozen_weights_of_float64_keep_their_bits(world, rows):
     """They are averaged like statistics: of equal values the mean is that value."""

@@ -6,7 +6,6 @@ Usage, with PYTHONPATH=tests and the arguments of tests/studies/equivalence.py:
     cases             write all but the part of keras.io
     part NAME         write one part of the cases, such as accumulation
     ways              write its part of keras.io alone
-    fuzz FIRST COUNT  try random cases only
 """
 
 import json
@@ -188,8 +187,6 @@ def write_part(results):
 
 def main(arguments):
     """Returns the exit code."""
-    if arguments[:1] == ["fuzz"]:
-        return 0 if measured(*arguments[1:]) else 1
     if arguments[:1] == ["part"]:
         return write_part(measured(*arguments))
     title = _WAYS.splitlines()[0]

@@ -35,7 +35,7 @@ class Distiller(keras.Model):
         return 0.1 * cross(y, y_pred) + 0.9 * loss
 
 
-@CONTRAST.way("knowledge distillation", is_traced=True, is_tested=False)
+@CONTRAST.way("knowledge distillation", is_traced=True)
 def distillation(run):
     model = Distiller()
     optimizer = keras.optimizers.Adam(0.01)
@@ -91,9 +91,7 @@ class Views(keras.Model):
         return [self.accuracy]
 
 
-@CONTRAST.way(
-    "SimCLR: views against a bank, a linear probe, then fine-tuning", is_tested=False
-)
+@CONTRAST.way("SimCLR: views against a bank, a linear probe, then fine-tuning")
 def views(run):
     def batches(*arrays):
         data = tf.data.Dataset.from_tensor_slices(
@@ -140,9 +138,7 @@ class MomentumEncoder(keras.Model):
         return {"loss": loss}
 
 
-@CONTRAST.way(
-    "a momentum encoder that the trained one predicts", is_traced=True, is_tested=False
-)
+@CONTRAST.way("a momentum encoder that the trained one predicts", is_traced=True)
 def momentum_encoder(run):
     model = run.compile(MomentumEncoder(), keras.optimizers.SGD(0.1, momentum=0.9))
     history = run.fit(model, floats(4))
@@ -194,17 +190,17 @@ def _triplets(run, reduce):
     return model, history
 
 
-@CONTRAST.way("siamese triplets, the mean of the rows", is_traced=True, is_tested=False)
+@CONTRAST.way("siamese triplets, the mean of the rows", is_traced=True)
 def triplets_mean(run):
     return _triplets(run, ops.mean)
 
 
-@CONTRAST.way("siamese triplets, the sum of the rows", is_tested=False)
+@CONTRAST.way("siamese triplets, the sum of the rows")
 def triplets_sum(run):
     return _triplets(run, ops.sum)
 
 
-@CONTRAST.way("siamese triplets, differentiated row by row", on_three=True)
+@CONTRAST.way("siamese triplets, differentiated row by row")
 def triplets_vector(run):
     return _triplets(run, lambda losses: losses)
 
@@ -224,7 +220,7 @@ def _pairs(run, loss):
     return model, run.fit(model, [floats(4), floats(4, seed=1)], y)
 
 
-@CONTRAST.way("siamese pairs, a loss function of one number", is_tested=False)
+@CONTRAST.way("siamese pairs, a loss function of one number")
 def pairs_mean(run):
     def contrastive(y_true, y_pred):
         near = ops.square(y_pred)
@@ -270,7 +266,7 @@ class Proxies(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@CONTRAST.way("metric learning with a vector for each class", is_tested=False)
+@CONTRAST.way("metric learning with a vector for each class")
 def proxies(run):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = run.compile(

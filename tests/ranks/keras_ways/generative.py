@@ -71,22 +71,18 @@ class VariationalAutoencoder(keras.Model):
         return {tracker.name: tracker.result() for tracker in self.trackers}
 
 
-@GENERATIVE.way(
-    "variational autoencoder", dtypes=("float64", "float32"), on_one=True, on_three=True
-)
+@GENERATIVE.way("variational autoencoder")
 def variational_autoencoder(run):
     model = run.compile(VariationalAutoencoder(), keras.optimizers.Adam(0.01))
     return model, run.fit(model, floats(6))
 
 
-@GENERATIVE.way(
-    "variational autoencoder with add_loss of a mean", is_traced=True, is_tested=False
-)
+@GENERATIVE.way("variational autoencoder with add_loss of a mean", is_traced=True)
 def autoencoder_with_mean(run):
     return _with_add_loss(run, ops.mean)
 
 
-@GENERATIVE.way("variational autoencoder with add_loss of a sum", is_tested=False)
+@GENERATIVE.way("variational autoencoder with add_loss of a sum")
 def autoencoder_with_sum(run):
     return _with_add_loss(run, ops.sum)
 
@@ -169,17 +165,17 @@ def _gan(run, hold, rows=24):
     return model.generator, model.discriminator, model.read(), history
 
 
-@GENERATIVE.way("GAN with two optimizers as attributes", is_traced=True, on_one=True)
+@GENERATIVE.way("GAN with two optimizers as attributes", is_traced=True)
 def gan_with_attributes(run):
     return _gan(run, _as_attributes)
 
 
-@GENERATIVE.way("GAN with two optimizers in a list", on_three=True)
+@GENERATIVE.way("GAN with two optimizers in a list")
 def gan_with_list(run):
     return _gan(run, _in_list)
 
 
-@GENERATIVE.way("GAN with two optimizers in a dict", is_tested=False)
+@GENERATIVE.way("GAN with two optimizers in a dict")
 def gan_with_dict(run):
     return _gan(run, _in_dict)
 
@@ -213,7 +209,7 @@ class ConditionalGan(keras.Model):
         return {"d_loss": d_loss, "g_loss": g_loss}
 
 
-@GENERATIVE.way("conditional GAN, one tape for both losses", is_tested=False)
+@GENERATIVE.way("conditional GAN, one tape for both losses")
 def conditional_gan(run):
     model = ConditionalGan()
     model.d_optimizer = keras.optimizers.RMSprop(0.01)
@@ -255,7 +251,7 @@ class WassersteinGan(keras.Model):
         return {"c_loss": loss, "g_loss": g_loss}
 
 
-@GENERATIVE.way("WGAN-GP with several critic steps", is_tested=False, on_three=True)
+@GENERATIVE.way("WGAN-GP with several critic steps")
 def wasserstein_gan(run):
     model = WassersteinGan()
     model.c_optimizer = keras.optimizers.Adam(0.01, beta_1=0.5, beta_2=0.9)
@@ -306,7 +302,7 @@ class CycleGan(keras.Model):
         return {"G_loss": g_loss, "F_loss": f_loss, "X_loss": x_loss, "Y_loss": y_loss}
 
 
-@GENERATIVE.way("CycleGAN: four models, four optimizers", is_tested=False)
+@GENERATIVE.way("CycleGAN: four models, four optimizers")
 def cycle_gan(run):
     optimizers = [keras.optimizers.Adam(0.01, beta_1=0.5) for _ in range(4)]
     model = run.compile(CycleGan(), optimizers)
@@ -355,9 +351,7 @@ class Diffusion(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@GENERATIVE.way(
-    "diffusion with a moving average of the weights", is_traced=True, on_three=True
-)
+@GENERATIVE.way("diffusion with a moving average of the weights", is_traced=True)
 def diffusion(run):
     x = 3 + 2 * floats(4)
     model = Diffusion()
@@ -420,7 +414,7 @@ class QuantizedTrainer(keras.Model):
         return {"loss": self.total.result(), "vqvae_loss": sum(self.vqvae.losses)}
 
 
-@GENERATIVE.way("VQ-VAE with a codebook", is_traced=True, is_tested=False)
+@GENERATIVE.way("VQ-VAE with a codebook", is_traced=True)
 def quantized_autoencoder(run):
     model = run.compile(QuantizedTrainer(), keras.optimizers.Adam(0.01))
     return model, run.fit(model, floats(6))
@@ -458,16 +452,14 @@ class Flow(keras.Model):
         return {"loss": self.log_loss(x)}
 
 
-@GENERATIVE.way("normalizing flow", is_tested=False)
+@GENERATIVE.way("normalizing flow")
 def flow(run):
     model = run.compile(Flow(), keras.optimizers.Adam(0.01))
     history = run.fit(model, floats(4))
     return model, history
 
 
-@GENERATIVE.way(
-    "convolutional autoencoder of pictures", is_traced=True, is_tested=False
-)
+@GENERATIVE.way("convolutional autoencoder of pictures", is_traced=True)
 def convolutional_autoencoder(run):
     model = keras.Sequential(
         [
@@ -500,9 +492,7 @@ class Painter(keras.Model):
         return {"loss": loss}
 
 
-@GENERATIVE.way(
-    "score matching, one data set of endless batches", is_tested=False, on_three=True
-)
+@GENERATIVE.way("score matching, one data set of endless batches")
 def painter(run):
     model = run.compile(Painter(), keras.optimizers.Lion(0.001))
     data = tf.data.Dataset.from_tensor_slices(floats(4, rows=24))

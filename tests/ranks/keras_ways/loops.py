@@ -25,11 +25,7 @@ class Centralized(keras.optimizers.RMSprop):
         super().update_step(gradient, variable, learning_rate)
 
 
-@LOOPS.way(
-    "gradient centralization: an optimizer of the user's",
-    is_traced=True,
-    is_tested=False,
-)
+@LOOPS.way("gradient centralization: an optimizer of the user's", is_traced=True)
 def centralized(run):
     model = run.compile(perceptron(4, 1, inputs=5), Centralized(0.01), "mse")
     return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)
@@ -57,7 +53,7 @@ class Signed(keras.optimizers.Optimizer):
         self.assign_sub(variable, learning_rate * ops.tanh(slow))
 
 
-@LOOPS.way("an optimizer of the user's with a norm of all gradients", on_three=True)
+@LOOPS.way("an optimizer of the user's with a norm of all gradients")
 def users_optimizer(run):
     model = run.compile(perceptron(4, 1, inputs=5), Signed(0.05), "mse")
     return model, run.fit(model, floats(5), floats(1, seed=1))
@@ -90,13 +86,13 @@ def cosine(run):
     return _schedule(run, cosine)
 
 
-@LOOPS.way("schedules: steps of a rate, in a graph", is_traced=True, is_tested=False)
+@LOOPS.way("schedules: steps of a rate, in a graph", is_traced=True)
 def steps_of_rate(run):
     piecewise = keras.optimizers.schedules.PiecewiseConstantDecay
     return _schedule(run, piecewise([4, 8], [0.05, 0.02, 0.01]))
 
 
-@LOOPS.way("rates set by callbacks", is_tested=False)
+@LOOPS.way("rates set by callbacks")
 def rates_by_callbacks(run):
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
@@ -109,7 +105,7 @@ def rates_by_callbacks(run):
     return model, run.fit(model, x, y, epochs=4, **given)
 
 
-@LOOPS.way("k-fold cross-validation in a loop", is_traced=True, is_tested=False)
+@LOOPS.way("k-fold cross-validation in a loop", is_traced=True)
 def folds(run):
     x, y = floats(5, rows=25), floats(1, rows=25, seed=1)
     scores, models, memory = [], [], []
@@ -125,11 +121,7 @@ def folds(run):
     return models, np.mean(scores, axis=0)
 
 
-@LOOPS.way(
-    "a second and a third fit",
-    on_one=True,
-    on_three=True,
-)
+@LOOPS.way("a second and a third fit")
 def several_fits(run):
     optimizer = keras.optimizers.Adam(0.01)
     model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse", metrics=["mae"])
@@ -180,7 +172,7 @@ class Painting(keras.callbacks.Callback):
             image.save(str(self.folder / name))
 
 
-@LOOPS.way("pictures written in on_epoch_end", is_tested=False)
+@LOOPS.way("pictures written in on_epoch_end")
 def painting(run):
     model = run.compile(perceptron(4, 16, inputs=5), "adam", "mse")
     callbacks = [Painting(run.folder)]
@@ -254,10 +246,7 @@ class OwnStep(keras.Model):
 
 
 @LOOPS.way(
-    "the guide's train step with sample weights and class weights",
-    is_traced=True,
-    on_one=True,
-    on_three=True,
+    "the guide's train step with sample weights and class weights", is_traced=True
 )
 def own_step(run):
     inputs = keras.Input((5,))
@@ -284,11 +273,7 @@ class Likelihood(keras.layers.Layer):
         return ops.sigmoid(logits)
 
 
-@LOOPS.way(
-    "an endpoint layer with add_loss of a mean and a metric",
-    is_traced=True,
-    is_tested=False,
-)
+@LOOPS.way("an endpoint layer with add_loss of a mean and a metric", is_traced=True)
 def endpoint(run):
     inputs, targets = (
         keras.Input((5,), name="inputs"),
@@ -345,9 +330,7 @@ def batches(run):
     return model, first, run.fit(model, generator())
 
 
-@LOOPS.way(
-    "several optimizers for the layers, several steps an execution", is_tested=False
-)
+@LOOPS.way("several optimizers for the layers, several steps an execution")
 def layered(run):
     body, head = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.01)
     model = perceptron(4, 1, inputs=5)
@@ -360,7 +343,7 @@ def layered(run):
     return model.weights, body, head, history
 
 
-@LOOPS.way("accumulated gradients and a moving average of the weights", is_tested=False)
+@LOOPS.way("accumulated gradients and a moving average of the weights")
 def accumulated(run):
     optimizer = keras.optimizers.AdamW(
         0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8

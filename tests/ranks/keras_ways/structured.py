@@ -54,9 +54,7 @@ def lookup_in_model(run):
     return model, run.fit(model, _batches(run, columns, y))
 
 
-@STRUCTURED.way(
-    "Normalization and StringLookup in the pipeline", is_traced=True, is_tested=False
-)
+@STRUCTURED.way("Normalization and StringLookup in the pipeline", is_traced=True)
 def lookup_in_pipeline(run):
     columns, y = _table()
     normalize = keras.layers.Normalization()
@@ -74,7 +72,7 @@ def lookup_in_pipeline(run):
     return model, run.fit(model, data, validation_data=data)
 
 
-@STRUCTURED.way("FeatureSpace in the pipeline", is_tested=False)
+@STRUCTURED.way("FeatureSpace in the pipeline")
 def feature_space(run):
     columns, y = _table()
     columns = {name: column[:, 0] for name, column in columns.items()}
@@ -96,7 +94,7 @@ def feature_space(run):
     return model, run.fit(model, data)
 
 
-@STRUCTURED.way("wide and deep: named inputs, some of them embedded", is_tested=False)
+@STRUCTURED.way("wide and deep: named inputs, some of them embedded")
 def wide_and_deep(run):
     age, kind = keras.Input((2,), name="age"), keras.Input((1,), name="kind", dtype=int)
     embedded = keras.layers.Flatten()(keras.layers.Embedding(4, 2)(kind))
@@ -162,9 +160,7 @@ def graph_attention(run):
     return model, history
 
 
-@STRUCTURED.way(
-    "graph convolution of padded graphs with their adjacency", is_tested=False
-)
+@STRUCTURED.way("graph convolution of padded graphs with their adjacency")
 def graph_convolution(run):
     nodes, adjacency = keras.Input((4, 3)), keras.Input((4, 4))
     x = ops.relu(ops.matmul(adjacency, keras.layers.Dense(4)(nodes)))
@@ -195,11 +191,7 @@ class Recommender(keras.Model):
         return ops.sigmoid(score + self.biases[0](user) + self.biases[1](film))
 
 
-@STRUCTURED.way(
-    "collaborative filtering: embeddings of users and films",
-    on_three=True,
-    is_tested=False,
-)
+@STRUCTURED.way("collaborative filtering: embeddings of users and films")
 def collaborative_filtering(run):
     model = Recommender()
     run.compile(model, keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy())
@@ -209,11 +201,7 @@ def collaborative_filtering(run):
     return model, history
 
 
-@STRUCTURED.way(
-    "time series: windows of timeseries_dataset_from_array",
-    on_three=True,
-    is_tested=False,
-)
+@STRUCTURED.way("time series: windows of timeseries_dataset_from_array")
 def time_series(run):
     def windows(count, seed):
         values = floats(2, rows=count + 4, seed=seed)
@@ -238,7 +226,7 @@ def time_series(run):
     return model, history
 
 
-@STRUCTURED.way("imbalanced classes: class weights, counts of errors", on_one=True)
+@STRUCTURED.way("imbalanced classes: class weights, counts of errors")
 def imbalanced(run):
     model = perceptron(4, 1, inputs=5, activation="sigmoid")
     metrics = [
@@ -254,7 +242,7 @@ def imbalanced(run):
     return model, run.fit(model, x, y, epochs=2, **given)
 
 
-@STRUCTURED.way("sample weights: of arrays, and of a data set", is_tested=False)
+@STRUCTURED.way("sample weights: of arrays, and of a data set")
 def sample_weights(run):
     model = perceptron(4, 1, inputs=5)
     run.compile(model, "adam", "mse", weighted_metrics=["mae"])
@@ -264,7 +252,7 @@ def sample_weights(run):
     return model, first, run.fit(model, _batches(run, x, y, weights))
 
 
-@STRUCTURED.way("quantiles: a loss function with one value a row", is_tested=False)
+@STRUCTURED.way("quantiles: a loss function with one value a row")
 def quantiles(run):
     def pinball(y_true, y_pred):
         gaps = y_true - y_pred
@@ -276,7 +264,7 @@ def quantiles(run):
     return model, run.fit(model, floats(5), floats(1, seed=1))
 
 
-@STRUCTURED.way("a distribution: the likelihood as a loss function", is_tested=False)
+@STRUCTURED.way("a distribution: the likelihood as a loss function")
 def likelihood(run):
     def negative_log(y_true, y_pred):
         mean, spread = y_pred[:, :1], ops.softplus(y_pred[:, 1:]) + 0.1

@@ -70,7 +70,7 @@ def masked_words() -> Any:
     return np.where(hidden, 1, y), y, hidden.astype(keras.config.floatx())
 
 
-@TEXT.way("masked language model, weights of the words", on_three=True)
+@TEXT.way("masked language model, weights of the words")
 def masked_language_model(run):
     model = keras.Model(*language_model())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -104,7 +104,7 @@ class MaskedLanguageModel(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@TEXT.way("masked language model, a loss for each word", is_tested=False)
+@TEXT.way("masked language model, a loss for each word")
 def masked_language_model_of_vectors(run):
     model = run.compile(MaskedLanguageModel(*language_model()), SGD(0.01))
     return model, run.fit(
@@ -112,9 +112,7 @@ def masked_language_model_of_vectors(run):
     )
 
 
-@TEXT.way(
-    "transformer with masks: a class for each text", is_traced=True, is_tested=False
-)
+@TEXT.way("transformer with masks: a class for each text", is_traced=True)
 def transformer(run):
     inputs = keras.Input((6,), dtype="int32")
     x = Block(4)(WordsAndPositions(6, 4)(inputs))
@@ -125,10 +123,7 @@ def transformer(run):
     return model, run.fit(model, x, y, validation_data=(x[:9], y[:9]))
 
 
-@TEXT.way(
-    "transformer with masks: a tag for each word",
-    on_three=True,
-)
+@TEXT.way("transformer with masks: a tag for each word")
 def tagger(run):
     inputs = keras.Input((6,), dtype="int32")
     x = Block(4)(WordsAndPositions(6, 4)(inputs))
@@ -142,9 +137,7 @@ def tagger(run):
 
 
 @TEXT.way(
-    "small GPT: causal attention, the next word, an output without loss",
-    is_traced=True,
-    is_tested=False,
+    "small GPT: causal attention, the next word, an output without loss", is_traced=True
 )
 def small_gpt(run):
     inputs = keras.Input((6,), dtype="int32")
@@ -157,7 +150,7 @@ def small_gpt(run):
     return model, run.fit(model, data.map(lambda row: (row[:, :-1], row[:, 1:])))
 
 
-@TEXT.way("LSTM from sequence to sequence, dicts of padded words", is_tested=False)
+@TEXT.way("LSTM from sequence to sequence, dicts of padded words")
 def sequence_to_sequence(run):
     source = keras.Input((5,), dtype="int32", name="source")
     target = keras.Input((4,), dtype="int32", name="target")
@@ -174,11 +167,7 @@ def sequence_to_sequence(run):
     return model
 
 
-@TEXT.way(
-    "characters as vectors, LSTM with a state that is passed on",
-    is_traced=True,
-    is_tested=False,
-)
+@TEXT.way("characters as vectors, LSTM with a state that is passed on", is_traced=True)
 def character_model(run):
     source, target = keras.Input((None, 4)), keras.Input((None, 4))
     _, *state = keras.layers.LSTM(3, return_state=True)(source)
@@ -197,7 +186,7 @@ def character_model(run):
     return model, run.fit(model, words[:2], words[2], validation_split=0.09)
 
 
-@TEXT.way("bidirectional LSTM of padded words", is_tested=False)
+@TEXT.way("bidirectional LSTM of padded words")
 def bidirectional(run):
     model = keras.Sequential(
         [
@@ -212,7 +201,7 @@ def bidirectional(run):
     return model, run.fit(model, padded(WORDS, 5), integers(2))
 
 
-@TEXT.way("CTC of speech", is_tested=False, on_three=True, rounds_as="float32")
+@TEXT.way("CTC of speech", rounds_as="float32")
 def ctc(run):
     model = _recognizer()
     run.compile(model, keras.optimizers.Adam(0.01), keras.losses.CTC())
@@ -230,9 +219,7 @@ class CtcLayer(keras.layers.Layer):
         return scores
 
 
-@TEXT.way(
-    "CTC in a layer that adds one loss a row", rounds_as="float32", is_tested=False
-)
+@TEXT.way("CTC in a layer that adds one loss a row", rounds_as="float32")
 def ctc_layer(run):
     pictures = keras.Input((8, 3), name="pictures")
     labels = keras.Input((3,), dtype="int32", name="labels")
@@ -296,10 +283,7 @@ class Speech(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@TEXT.way(
-    "speech recognition: a step that calls the model with shifted words",
-    is_tested=False,
-)
+@TEXT.way("speech recognition: a step that calls the model with shifted words")
 def speech(run):
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
     model = run.compile(Speech(), keras.optimizers.SGD(0.1), loss)
@@ -313,7 +297,7 @@ def _texts():
     return [" ".join(words[row]) for row in integers(9, 5)]
 
 
-@TEXT.way("TextVectorization in the model", is_tested=False)
+@TEXT.way("TextVectorization in the model")
 def vectorization_in_model(run):
     vectorize = keras.layers.TextVectorization(WORDS, output_sequence_length=5)
     vectorize.adapt(_texts())
@@ -332,7 +316,7 @@ def vectorization_in_model(run):
     return model, run.fit(model, data.batch(run.batch_size))
 
 
-@TEXT.way("TextVectorization in the pipeline, bigrams in one vector", is_tested=False)
+@TEXT.way("TextVectorization in the pipeline, bigrams in one vector")
 def vectorization_in_pipeline(run):
     texts = _texts()
     vectorize = keras.layers.TextVectorization(
@@ -346,11 +330,7 @@ def vectorization_in_pipeline(run):
     return model, run.fit(model, data.cache().prefetch(tf.data.AUTOTUNE))
 
 
-@TEXT.way(
-    "LoRA: a trained model, and then its low-rank changes",
-    rounds_as="float32",
-    is_tested=False,
-)
+@TEXT.way("LoRA: a trained model, and then its low-rank changes", rounds_as="float32")
 def low_rank(run):
     words = keras.layers.Embedding(WORDS, 4)
     dense = [keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)]

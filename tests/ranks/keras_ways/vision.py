@@ -16,7 +16,7 @@ from keras_ways.way import ROWS, Registry
 VISION = Registry("vision")
 
 
-@VISION.way("ConvLSTM: the next pictures of a film", is_tested=False)
+@VISION.way("ConvLSTM: the next pictures of a film")
 def conv_lstm(run):
     inputs = keras.Input((None, 5, 5, 1))
     x = keras.layers.ConvLSTM2D(2, 3, padding="same", return_sequences=True)(inputs)
@@ -28,9 +28,7 @@ def conv_lstm(run):
     return model, run.fit(model, films[:, :-1], films[:, 1:])
 
 
-@VISION.way(
-    "object detection: dicts of boxes and classes", is_traced=True, is_tested=False
-)
+@VISION.way("object detection: dicts of boxes and classes", is_traced=True)
 def detection(run):
     inputs = keras.Input((6, 6, 3))
     x = keras.layers.Conv2D(3, 3, activation="relu")(inputs)
@@ -68,7 +66,7 @@ class AnchorLoss(keras.losses.Loss):
         return ops.sum(focal + positive * gap, axis=-1) / count
 
 
-@VISION.way("object detection: a loss of all anchors", is_tested=False)
+@VISION.way("object detection: a loss of all anchors")
 def anchors(run):
     model = keras.Sequential(
         [
@@ -81,7 +79,7 @@ def anchors(run):
     return model, run.fit(model, floats(6, 6, 1), floats(9, 5, seed=1))
 
 
-@VISION.way("segmentation: a class for each pixel, up and down again", is_tested=False)
+@VISION.way("segmentation: a class for each pixel, up and down again")
 def segmentation(run):
     inputs = keras.Input((6, 6, 1))
     down = keras.layers.Conv2D(3, 3, strides=2, padding="same")(inputs)
@@ -107,7 +105,7 @@ class Patches(keras.layers.Layer):
         return self.project(patches) + self.positions
 
 
-@VISION.way("vision transformer of patches", is_tested=False)
+@VISION.way("vision transformer of patches")
 def vision_transformer(run):
     inputs = keras.Input((6, 6, 1))
     x = Patches()(inputs)
@@ -136,11 +134,7 @@ def _backbone():
     return model
 
 
-@VISION.way(
-    "transfer learning: frozen, then thawed and compiled again",
-    on_one=True,
-    on_three=True,
-)
+@VISION.way("transfer learning: frozen, then thawed and compiled again")
 def transfer_learning(run):
     backbone = _backbone()
     backbone.trainable = False
@@ -172,9 +166,7 @@ def frozen_normalization(run):
     return model, run.fit(model, floats(6, 6, 1), floats(1, seed=1))
 
 
-@VISION.way(
-    "weights of one model loaded into the layers of another one", is_tested=False
-)
+@VISION.way("weights of one model loaded into the layers of another one")
 def loaded_weights(run):
     model = keras.Sequential([_backbone(), keras.layers.Dense(2)])
     model.layers[0].layers[1].trainable = False
@@ -190,7 +182,7 @@ def loaded_weights(run):
     return model, other, first, run.fit(other, x, floats(seed=2))
 
 
-@VISION.way("pictures from image_dataset_from_directory", is_tested=False)
+@VISION.way("pictures from image_dataset_from_directory")
 def pictures_of_folder(run):
     with tempfile.TemporaryDirectory() as folder:
         pixels = np.random.default_rng(0).integers(0, 255, size=(ROWS + 6, 8, 8, 3))
@@ -222,9 +214,7 @@ def pictures_of_folder(run):
         return model, run.fit(model, train, epochs=2, validation_data=validation)
 
 
-@VISION.way(
-    "films: a picture network for each time, padded to one length", is_tested=False
-)
+@VISION.way("films: a picture network for each time, padded to one length")
 def films(run):
     x = floats(4, 3)
     lengths = 1 + np.arange(ROWS) % 4
@@ -262,7 +252,7 @@ class Gradual(keras.Model):
         return {"loss": total, "number": losses[0], "label": losses[1]}
 
 
-@VISION.way("two tasks, one train step, a tuple of targets", is_tested=False)
+@VISION.way("two tasks, one train step, a tuple of targets")
 def two_tasks(run):
     model = run.compile(Gradual(), keras.optimizers.Nadam(0.01))
     data = (floats(5), (floats(1, seed=1), integers(3)))

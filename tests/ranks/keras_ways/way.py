@@ -101,10 +101,8 @@ class Way:
         train: Trains, and returns models, optimizers, histories and arrays, in any
             nesting: all of them are compared.
         is_traced: As of `Run`.
-        dtypes: In which the tests run it; `make equivalence` runs it in both.
-        on_one: Whether the tests run it on one rank, too.
-        on_three: The same on three.
-        is_tested: Whether `make test` has time for it; LONG_TESTS=1 runs all.
+        dtypes: In which `make libraries` runs it; `make equivalence` runs all in all.
+        on_three: Whether `make libraries` runs it on three ranks, too.
         rounds_as: A coarser dtype, if some of it is computed in that in all models.
     """
 
@@ -113,9 +111,7 @@ class Way:
     train: Callable[[Run], Any]
     is_traced: bool = False
     dtypes: tuple[str, ...] = ("float64",)
-    on_one: bool = False
     on_three: bool = False
-    is_tested: bool = True
     rounds_as: str | None = None
 
     def tolerance(self, dtype: str) -> float:
