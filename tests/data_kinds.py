@@ -28,8 +28,7 @@ class Sequence(keras.utils.PyDataset):
         self.parts = [slice(*ends[i : i + 2]) for i in range(len(ends) - 1)]
         self.x, self.y = x, y
 
-    @property
-    def num_batches(self):
+    def __len__(self):
         return len(self.parts)
 
     def __getitem__(self, index):
@@ -43,7 +42,7 @@ class Loader:
         self.batches = Sequence(x, y, [size])
 
     def __len__(self):
-        return self.batches.num_batches
+        return len(self.batches)
 
     def __iter__(self):
         return (self.batches[index] for index in range(len(self)))

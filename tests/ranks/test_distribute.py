@@ -148,7 +148,7 @@ def test_in_callbacks(compare, rows, make_model, is_alone):
     def work():
         model, callback = make_model(), Evaluates(rows)
         given = keras_dist.first_rank_only(callback) if is_alone else callback
-        options = {"epochs": 2, "batch_size": 16, "shuffle": False, "verbose": 0}
+        options = {"batch_size": 16, "shuffle": False, "verbose": 0}
         model.fit(*rows, callbacks=[given], **options)
         return *model.get_weights(), [] if is_alone else callback.found
 
@@ -163,7 +163,7 @@ def test_in_a_thread(compare, rows, make_model):
 
         def train():
             model = make_model()
-            model.fit(*rows, epochs=2, batch_size=16, verbose=0)
+            model.fit(*rows, batch_size=16, verbose=0)
             found.extend(model.get_weights())
 
         thread = threading.Thread(target=train)
@@ -186,8 +186,10 @@ class Classifier(ClassifierMixin, BaseEstimator):
         hidden = keras.layers.Dense(self.units, activation="tanh")
         out = keras.layers.Dense(1, activation="sigmoid")
         self.model_ = keras.Sequential([hidden, out])
-        self.model_.compile(keras.optimizers.Adam(0.05), "binary_crossentropy")
-        self.model_.fit(x, y, epochs=2, verbose=0)
+        self.model_.compile(
+            keras.optimizers.Adam(0.05), "binary_crossentropy", run_eagerly=True
+        )
+        self.model_.fit(x, y, verbose=0)
         return self
 
     def predict(self, x):

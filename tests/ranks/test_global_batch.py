@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import models_in, raises_everywhere, shortened, state_of
+from data_kinds import Sequence
 
 import keras_dist
 
@@ -36,27 +37,12 @@ def rows_of(count, seed):
     return x, y
 
 
-class Batches(keras.utils.PyDataset):
-    """Batches by index."""
-
-    def __init__(self, x, y, size):
-        super().__init__()
-        self.x, self.y, self.size = x, y, size
-
-    def __len__(self):
-        return -(-len(self.x) // self.size)
-
-    def __getitem__(self, index):
-        span = slice(index * self.size, (index + 1) * self.size)
-        return self.x[span], self.y[span]
-
-
 def data_of(kind, count, batch_size, seed=0):
     """Data of a kind, as arguments of `fit`; its last batch has one row."""
     x, y = rows_of(count, seed)
     keras.utils.set_random_seed(1)  # a part of the order of a shuffle
     data = tf.data.Dataset.from_tensor_slices((x, y))
-    batches = Batches(x, y, batch_size)
+    batches = Sequence(x, y, [batch_size])
     if kind == "arrays":
         return {"x": x, "y": y, "batch_size": batch_size}
     if kind == "dataset":

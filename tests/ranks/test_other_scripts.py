@@ -12,6 +12,7 @@ from claims import (
     largest_difference,
     raises_everywhere,
 )
+from data_kinds import Sequence
 from test_patches import make as make_patched
 from test_patches import patched
 
@@ -441,22 +442,7 @@ def in_batches(rows, batch_size, source, *, drop=True):
         count = -(-50 // batch_size)
         spans = [slice(n * batch_size, (n + 1) * batch_size) for n in range(count)]
         return ((x[span], y[span]) for span in spans * 2)
-    return Batches(x, y, batch_size)
-
-
-class Batches(keras.utils.PyDataset):
-    """Batches by index."""
-
-    def __init__(self, x, y, batch_size):
-        super().__init__()
-        self.x, self.y, self.batch_size = x, y, batch_size
-
-    def __len__(self):
-        return -(-len(self.x) // self.batch_size)
-
-    def __getitem__(self, index):
-        span = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return self.x[span], self.y[span]
+    return Sequence(x, y, [batch_size])
 
 
 @pytest.mark.several_ranks
@@ -589,22 +575,6 @@ def test_batches_whose_tensors_differ_in_length(world, source):
     for name in ("mae", "val_mae"):
         assert logged[name] == pytest.approx(expected[name], rel=1e-5), name
     assert_equal_to_the_bit(model)
-
-
-class Rows(keras.metrics.Metric):
-    """Counts the targets."""
-
-    def __init__(self):
-        super().__init__(name="rows")
-        self.total = self.add_weight(name="total", initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        """Adds those of a batch."""
-        self.total.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
-
-    def result(self):
-        """Their number."""
-        return self.total
 
 
 @pytest.mark.several_ranks

@@ -106,10 +106,6 @@ def listed(a, b):
     return [a, b]
 
 
-def of_no_targets(a, _):
-    return a, None
-
-
 def dataset(wrap):
     return lambda arrays, size: tf.data.Dataset.from_tensor_slices(
         wrap(arrays["a"], arrays["b"])

@@ -200,7 +200,7 @@ MUTATIONS = [
         "comm/transport.py",
         '"ignore_name_scope": True}',
         '"ignore_name_scope": False}',
-        ("test_cases.py", "statistics and graph"),
+        ("test_batch_norm.py", "equal_one_process"),
     ),
     Mutation(
         "statistics: of the global batch",

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import psutil
 import tensorflow as tf
+from data_kinds import Sequence
 from keras import ops
 
 from keras_ways.data import floats, integers, perceptron
@@ -302,25 +303,10 @@ def sum_of_losses(run):
     return model, run.fit(model, floats(5), floats(1, seed=1))
 
 
-class Batches(keras.utils.PyDataset):
-    """Batches of the user's own class."""
-
-    def __init__(self, x: Any, y: Any, batch_size: int) -> None:
-        super().__init__()
-        self.x, self.y, self.batch_size = x, y, batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.x) // self.batch_size)
-
-    def __getitem__(self, index: int) -> Any:
-        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return self.x[rows], self.y[rows]
-
-
 @LOOPS.way("batches of a PyDataset and of a generator")
 def batches(run):
     model = run.compile(perceptron(4, 1, inputs=5), "adam", "mse")
-    data = Batches(floats(5), floats(1, seed=1), run.batch_size)
+    data = Sequence(floats(5), floats(1, seed=1), [run.batch_size])
     first = run.fit(model, data, validation_data=data)
 
     def generator():
