@@ -1,7 +1,6 @@
 """Measures cases on all ranks; the first rank writes the results to a file.
 
 Usage: python table.py FILE               all of `cases.CASES`
-       python table.py FILE part NAME     those of one part
        python table.py FILE ways [PATTERN]  ways of keras.io that match: title, dtype,
                                             and "global" where the ranks share batches
 """
@@ -106,8 +105,6 @@ def main(path, *chosen_by):
         warnings.filterwarnings("error", "Training without XLA")
         shared = [case.shared for case in cases.CASES if "op" not in case.averaging]
         chosen = [*cases.CASES, *shared]
-        if chosen_by:
-            chosen = [case for case in chosen if case.part == chosen_by[1]]
         rows = measure(chosen, size)
     if keras_dist.rank() == 0:
         versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}

@@ -317,25 +317,6 @@ class LossBuilds(keras.Model):
         return ops.mean(ops.square(self.head(y_pred) - y))
 
 
-class Speech(Stepping):
-    """CTC, on the frames of a recording without their first band."""
-
-    def __init__(self):
-        super().__init__()
-        self.frames = keras.layers.GRU(4, return_sequences=True)
-        self.letters = keras.layers.Dense(6)
-
-    def call(self, x):
-        return self.letters(self.frames(x))
-
-    def loss_of(self, data):
-        x, y = data
-        length = ops.sum(ops.cast(y > 0, "int32"), axis=1)
-        frames = ops.full(ops.shape(length), x.shape[1], "int32")
-        made = self(x[:, :, 1:])
-        return ops.mean(ops.ctc_loss(y, made, length, frames, mask_index=0))
-
-
 class WithoutStep(Diffusion):
     """The train function does not call `train_step`."""
 
@@ -372,10 +353,6 @@ def data_for(kind):
     if kind is Translator:
         words = generator.integers(0, 9, size=(24, 11))
         return ({"source": words[:, :5], "target": words[:, 5:]},)
-    if kind is Speech:
-        letters = generator.integers(1, 6, size=(24, 4))
-        letters[::3, 2:] = 0
-        return generator.normal(size=(24, 12, 3)), letters
     return generator.normal(size=(24, 3)), generator.normal(size=(24, 2))
 
 
@@ -457,12 +434,6 @@ def test_the_same_without_a_graph(world, kind):
 def test_steps_inside_of_others_equal_one_process(world, kind):
     """Of models and layers inside, functions of TensorFlow, Keras's own."""
     equals_one_process(world, kind)
-
-
-@pytest.mark.long
-def test_speech_recognition_equals_one_process(world):
-    """TensorFlow computes CTC in float32."""
-    equals_one_process(world, Speech, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -4,13 +4,11 @@ Usage, with PYTHONPATH=tests and the arguments of tests/studies/equivalence.py:
 
     (none)            write docs/equivalence.md
     cases             write all but the part of keras.io
-    part NAME         write one part of the cases, such as accumulation
     ways              write its part of keras.io alone
 """
 
 import json
 import os
-import re
 import sys
 import tempfile
 from itertools import groupby
@@ -173,22 +171,8 @@ def measured(*arguments):
     return results if all_hold else None
 
 
-def write_part(results):
-    """Write one part over the one of its title, or after the others."""
-    if results is None:
-        return 1
-    [(title, text)] = tables(results).items()
-    before, _, after = PAGE.read_text().partition(_WAYS.splitlines()[0])
-    sections = re.split(r"(?m)^(?=## )", before)
-    kept = [each for each in sections if each.splitlines()[0] != title]
-    PAGE.write_text("".join([*kept, text, "\n", _WAYS.splitlines()[0], after]))
-    return 0
-
-
 def main(arguments):
     """Returns the exit code."""
-    if arguments[:1] == ["part"]:
-        return write_part(measured(*arguments))
     title = _WAYS.splitlines()[0]
     before, _, after = PAGE.read_text().partition(title)
     after = title + after
