@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from keras_dist.clusters import CLUSTERS, Place, find_nodes, find_place
+from keras_dist.clusters import CLUSTERS, Place, find_place
 
 WORKERS = ["10.0.0.1:4001", "10.0.0.1:4002", "10.0.0.2:4001"]
 
@@ -163,55 +163,3 @@ def test_a_launcher_that_srun_has_started_counts():
 def test_every_class_answers_without_variables(cluster):
     """It is not here, and says so without an error."""
     assert not cluster.is_here({})
-
-
-NODES = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-NODES |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-TRAINER = {  # as Kubeflow Trainer sets them
-    "PET_NNODES": "3",
-    "PET_NPROC_PER_NODE": "2",
-    "PET_NODE_RANK": "2",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29500",
-}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (NODES, (1, 2, 1, "n1", 20707)),
-        (TRAINER, (2, 3, 2, "job-node-0-0.job", 29500)),
-        (
-            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"},
-            (1, 2, 1, "a", 29400),
-        ),
-        (PODS, (1, 2, 1, "train-0.train", 29400)),
-        (TRAINER | NODES, (1, 2, 1, "n1", 20707)),
-    ],
-)
-def test_the_variables_of_hosts_are_a_place(environ, expected):
-    """For `keras-dist run` on each: which host, of how many, and where they meet."""
-    found = find_nodes(environ)
-    numbers = found.rank, found.size, found.local_size
-    assert (*numbers, found.address, found.port) == expected
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"JOB_COMPLETION_INDEX": "1"},  # who knows how many there are
-        {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "0"},
-        TRAINER | {"LOCAL_RANK": "0"},  # a process of torchrun itself
-        {"SLURM_JOB_ID": "7"},
-    ],
-)
-def test_variables_that_do_not_say_enough_are_one_host(environ):
-    """The command then starts ranks on its own host, as ever."""
-    assert find_nodes(environ) is None
-
-
-def test_several_tasks_of_a_node_are_no_hosts():
-    """Each would start ranks on the devices of all."""
-    with pytest.raises(ValueError, match="Received: 2 tasks on this node"):
-        find_nodes(SLURM)

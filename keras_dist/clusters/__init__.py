@@ -1,8 +1,7 @@
 """Who started this process, and which rank it is: one class for each launcher.
 
 A class answers from the environment alone; none of them starts anything. To support
-another launcher, write such a class in a file of its own, and add it to `CLUSTERS`; or
-to `NODES`, if it starts `keras-dist run` on each host.
+another launcher, write such a class in a file of its own, and add it to `CLUSTERS`.
 """
 
 import os
@@ -14,9 +13,9 @@ from keras_dist.clusters.kubernetes import IndexedJob
 from keras_dist.clusters.mpi import Mpich, OpenMpi
 from keras_dist.clusters.slurm import Slurm
 from keras_dist.clusters.tf_config import TfConfig
-from keras_dist.clusters.torchrun import Torchrun, TorchrunNodes
+from keras_dist.clusters.torchrun import Torchrun
 
-__all__ = ["CLUSTERS", "NODES", "Cluster", "Place", "find_nodes", "find_place"]
+__all__ = ["CLUSTERS", "Cluster", "Place", "find_place"]
 
 # In the order in which they are tried.
 CLUSTERS: list[Cluster] = [
@@ -28,9 +27,6 @@ CLUSTERS: list[Cluster] = [
     TfConfig(),
     IndexedJob(),
 ]
-
-# Launchers of hosts: of several, the innermost comes first.
-NODES: list[Cluster] = [Slurm(), TorchrunNodes(), IndexedJob()]
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
@@ -65,30 +61,3 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
             f"unset the variables of the other one: {', '.join(other.variables)}."
         )
     return first
-
-
-def find_nodes(environ: Mapping[str, str] | None = None) -> Place | None:
-    """Return the place of this host, if a launcher has started one command on each.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-
-    Returns:
-        A place whose `rank` and `size` count hosts; `None` if this host is alone.
-
-    Raises:
-        ValueError: If the variables are incomplete, or SLURM has started several
-            commands on a node.
-    """
-    environ = os.environ if environ is None else environ
-    for cluster in NODES:
-        if cluster.is_here(environ):
-            place = cluster.place(environ)
-            if cluster.name == Slurm.name and place.local_size > 1:
-                raise ValueError(
-                    "`srun` starts `keras-dist run` once on each node, and that starts "
-                    f"the ranks. Received: {place.local_size} tasks on this node. Call "
-                    "srun --ntasks-per-node=1 keras-dist run -np N, or srun python."
-                )
-            return place
-    return None

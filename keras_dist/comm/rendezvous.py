@@ -1,24 +1,21 @@
 """The meeting of ranks whose launcher has no rendezvous: rank 0 serves Horovod's.
 
 `srun`, `torchrun` and Ray Train tell a process its rank, and where rank 0 is. Rank 0
-serves a store there; every rank writes to it where it runs, and rank 0 answers with the
-numbers of all. Then Horovod finds the ranks by the same store.
+serves a store there, and from what every rank says of its host it makes the numbers of
+all. Then Horovod finds the ranks by the same store.
 """
 
 import atexit
 import os
-import secrets
 import socket
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
 from keras_dist.launch import monitor
-from keras_dist.launch.failures import LOST_SECONDS
-from keras_dist.launch.hosts import ranges
+from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.network import (
     address_towards,
     interface,
@@ -36,13 +33,9 @@ from keras_dist.launch.store import (
     slot_variables,
     store_variables,
 )
-from keras_dist.version import __version__
 
-# Seconds in which all ranks have to come, and between two looks.
-_TIMEOUT, _TICK = 120.0, 0.1
-
-# Seconds for which rank 0 stays, so that others read why they do not meet.
-_READ_SECONDS = 2.0
+# Seconds in which all ranks have to come.
+_TIMEOUT = 120.0
 
 # The store of the job, if this is rank 0: its thread ends with the process.
 _stores: list[Store] = []
@@ -63,82 +56,48 @@ def meet(place: Place) -> None:
     """
     # By the launcher's name of the host: some ranks may know an address of it alone.
     job = f"{place.launcher} {place.address}:{place.port}"
+    secret = os.environ.get(SECRET) or derived(job, "without a secret")
+    try:
+        variables = _meet(place, secret)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(
+            f"Rank {place.rank} of {place.size}, started by {place.launcher}, does not "
+            f"meet the others. {error}"
+        ) from error
+    os.environ.update({**connect_timeout(), **variables})
+
+
+def _meet(place: Place, secret: str) -> dict[str, str]:
     # Names of SLURM's nodes may be known to it alone.
     is_node = place.launcher == Slurm.name
     address = resolve_node(place.address) if is_node else place.address
-    secret = os.environ.get(SECRET) or derived(job, "without a secret")
     if place.rank == 0:
         is_alone = place.local_size == place.size
-        try:
-            store = serve_at(address, place.port, secret, is_alone=is_alone)
-        except OSError as error:
-            raise RuntimeError(str(error)) from error
-        _stores.append(store)
+        _stores.append(serve_at(address, place.port, secret, is_alone=is_alone))
         atexit.register(monitor.stay_for_readers)  # runs after Horovod's
     client = StoreClient(address, place.port, secret)
-    try:
-        own, reached = client.wait(socket.gethostname(), timeout=_TIMEOUT) or ("", "")
-    except ValueError as error:
-        raise RuntimeError(
-            f"Rank {place.rank} of {place.size}, started by {place.launcher}, does not "
-            f"reach rank 0. {error}"
-        ) from error
+    ends = client.wait(socket.gethostname(), timeout=_TIMEOUT)
+    assert ends is not None  # no signal ends this wait
+    own, reached = ends
+
+    def number(ranks: Sequence[Any]) -> dict[str, Any]:
+        slots = _number_slots(ranks)
+        _stores[0].open([make_slot(*numbers) for numbers in slots])
+        return {"slots": slots, "addresses": [address for *_, address in ranks]}
+
     here = [socket.gethostname(), place.local_rank, place.local_size, own]
-    facts = {"here": here, "size": place.size, "version": __version__}
-    client.put_surely(f"rank.{place.rank}", facts)
-    if place.rank == 0:
-        start = _gather_ranks(place, client)
-        if "error" not in start:  # what is read below can be used at once
-            _stores[0].open([make_slot(*numbers) for numbers in start["slots"]])
-        client.put_surely("start", start)
-    start = _wait_for_start(place, client)
-    if "error" in start:
-        if place.rank == 0:
-            time.sleep(_READ_SECONDS)
-        raise RuntimeError(start["error"])
+    advice = "Their own output has the cause; every rank has to call keras_dist."
+    with Meeting(client, place.rank, place.size, kind="rank") as ranks:
+        start = ranks.join(here, number, timeout=_TIMEOUT, advice=advice)
     if is_loopback(own):  # rank 0 reaches itself so; others reach it by another
-        others = [a for _, _, _, a in start["ranks"] if not is_loopback(a)]
+        others = [each for each in start["addresses"] if not is_loopback(each)]
         own = address_towards(others[0]) if others else own
-    os.environ.update(
-        {
-            **connect_timeout(),
-            **store_variables(reached, place.port, secret),
-            **slot_variables(make_slot(*start["slots"][place.rank])),
-            **interface(own),
-            SECRET: derived(secret, f"ranks {start['nonce']}"),
-        }
-    )
-
-
-def _gather_ranks(place: Place, client: StoreClient) -> dict[str, Any]:
-    """Wait for all ranks, and return the numbers of all, or an error for all."""
-    end = time.monotonic() + _TIMEOUT
-    ranks: Mapping[str, Any] = {}
-    while len(ranks) < place.size and time.monotonic() < end:
-        time.sleep(_TICK)
-        ranks = client.of_kind("rank")
-    there = {int(rank): facts["here"] for rank, facts in ranks.items()}
-    missing = set(range(place.size)) - set(there)
-    if missing:
-        hosts = Counter(host for host, *_ in there.values())
-        came = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-        return {
-            "error": f"Not all ranks have come within {_TIMEOUT:g} s. Received: "
-            f"{len(there)} of the {place.size} ranks of {place.launcher} ({came}); "
-            f"missing: rank{'s' * (len(missing) > 1)} {ranges(missing)}. Their own "
-            "output has the cause; every rank has to call keras_dist."
-        }
-    for rank, facts in ranks.items():
-        if (facts["size"], facts["version"]) != (place.size, __version__):
-            return {
-                "error": "The ranks do not agree on their number and on the version "
-                f"of keras_dist. Received: {facts['size']} and {facts['version']} on "
-                f"rank {rank} on {facts['here'][0]}, {place.size} and {__version__} on "
-                "rank 0."
-            }
-    ordered = [there[rank] for rank in range(place.size)]
-    nonce = secrets.token_hex(16)
-    return {"ranks": ordered, "slots": _number_slots(ordered), "nonce": nonce}
+    return {
+        **store_variables(reached, place.port, secret),
+        **slot_variables(make_slot(*start["slots"][place.rank])),
+        **interface(own),
+        SECRET: derived(secret, f"ranks {ranks.nonce}"),
+    }
 
 
 def _number_slots(ranks: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -160,24 +119,3 @@ def _number_slots(ranks: Sequence[Sequence[Any]]) -> list[list[Any]]:
         slots.append([name, *own])
         before[local_rank] += 1
     return slots
-
-
-def _wait_for_start(place: Place, client: StoreClient) -> dict[str, Any]:
-    """Return what rank 0 has answered."""
-    begin = answered = time.monotonic()
-    # Rank 0 gives up first, and says why.
-    while answered - begin < _TIMEOUT + 15.0:
-        values = client.get_all("start")
-        if values:
-            return dict(values["start"])
-        if values is not None:
-            answered = time.monotonic()
-        elif time.monotonic() - answered > LOST_SECONDS:
-            break
-        time.sleep(_TICK)
-    return {
-        "error": f"Rank 0, started by {place.launcher}, has ended before the ranks "
-        f"met. Received: rank {place.rank} of {place.size} on "
-        f"{socket.gethostname()}, and no answer at {place.address}:{place.port}. "
-        "Rank 0's own output has the cause."
-    }

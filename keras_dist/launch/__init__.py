@@ -2,12 +2,13 @@
 
 - `function`: `keras_dist.run`, which calls a function on many ranks
 - `command`: the command `keras-dist run`: its options, and the hosts of the job
-- `job`: one launcher on each host, and the coordinator on the first one
+- `job`: one launcher on each host, and on the first one the verdict on all
+- `meeting`: what the launchers, or ranks of other launchers, give each other
 - `ssh`: types the command on hosts that the user has named
 - `store`, `signing`: Horovod's numbers of ranks and its key-value store; its client
 - `ranks`: the ranks of one host: start them, watch them, end them
 - `processes`: all processes of a job, and the signals that stop it
-- `output`, `startup_noise`: what the ranks print, passed on to the terminal or to files
+- `output`: what the ranks print, passed on to the terminal or to files
 - `failures`: reports, which rank failed first, and the message for the user
 - `hosts`, `network`: names of hosts, GPUs; addresses of this host
 - `horovod_library`: what the installed Horovod was built with

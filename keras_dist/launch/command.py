@@ -5,7 +5,8 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
-from keras_dist.clusters import Place, find_nodes
+from keras_dist.clusters import Place, find_place
+from keras_dist.clusters.kubernetes import IndexedJob
 from keras_dist.launch.hosts import (
     LOOPBACK,
     is_here,
@@ -18,6 +19,7 @@ from keras_dist.launch.job import run_job
 from keras_dist.launch.monitor.rank_process import DISTRIBUTE, end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.launch.network import is_loopback
+from keras_dist.launch.output import VERBOSE
 from keras_dist.launch.ranks import (
     Command,
     connect_timeout,
@@ -26,7 +28,6 @@ from keras_dist.launch.ranks import (
 )
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import read_environment, run_by_ssh
-from keras_dist.launch.startup_noise import VARIABLE as VERBOSE
 
 _NAME, _SHORTEST_SECRET = "keras-dist run", 16
 
@@ -180,8 +181,6 @@ def _count_ranks(
         return sum(hosts.values())
     if options.np is not None:
         return int(options.np)
-    if place is not None and place.local_size > 1:  # by a launcher of hosts
-        return place.local_size
     if place is None and not num_gpus():
         raise ValueError(
             "The number of ranks is needed, since this host has no GPU. Received: "
@@ -211,7 +210,17 @@ def _find_place(options: argparse.Namespace) -> Place | None:
         return None
     if not is_named and given == (None, None, None):
         is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
-        return None if is_inner else find_nodes()
+        place = None if is_inner else find_place()
+        if place is None or place.launcher == IndexedJob.name:
+            return place
+        raise ValueError(
+            f"{place.launcher} has started this command as one of several ranks, and "
+            "each would start ranks for all of the data. Received: rank "
+            f"{place.rank} of {place.size} from {', '.join(place.variables)}. Let "
+            f"{place.launcher} start the script, without `keras-dist run`; or start "
+            "this command once on each host, with `--nnodes`, `--node-rank` and "
+            "`--rdzv`."
+        )
     if not is_named and None not in given:
         address, port = parse_endpoint(options.rdzv)
         return Place(

@@ -128,6 +128,7 @@ class Report:
         saved: Whether all ranks were asked to end, and have saved.
         error: Why no rank could be started; empty if they were.
         finished: Whether all ranks have ended by themselves, with exit code 0.
+        signal: The signal that the launcher has received; 0 for none.
     """
 
     failures: Sequence[Failure] = ()
@@ -135,15 +136,11 @@ class Report:
     saved: bool = False
     error: str = ""
     finished: bool = False
+    signal: int = 0
 
     def values(self) -> dict[str, Any]:
         """Return the report as values of JSON."""
         return asdict(self)
-
-    @property
-    def code(self) -> int:
-        """The exit code of the rank that failed first; 0 if none failed."""
-        return self.failures[0].code if self.failures else 1 if self.error else 0
 
 
 def parse_report(values: Mapping[str, Any]) -> Report:
@@ -206,8 +203,6 @@ def _describe_first(
 ) -> list[str]:
     """Return the lines for the rank that failed first: where it was, and its error."""
     named = f"{first.rank}{where.get(first.rank, '')}"
-    if first.rank not in positions:  # it ended inside of a fit, with exit code 0
-        return [f"keras-dist: rank {named} {first.summary}."]
     return [
         f"keras-dist: rank {named} failed first, {positions[first.rank]}.",
         *([first.text.rstrip()] if first.text else []),

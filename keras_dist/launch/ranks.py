@@ -21,7 +21,7 @@ from keras_dist.launch.failures import (
     sort_failures,
 )
 from keras_dist.launch.hosts import is_here, num_gpus
-from keras_dist.launch.monitor import rank_process, record, stacks
+from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.output import Output
 from keras_dist.launch.processes import ORDERED, is_saving
 from keras_dist.launch.store import assign_ranks, slot_variables
@@ -99,7 +99,6 @@ def run_ranks(
     job: str,
     *,
     stop: Callable[[], int],
-    has_peers: bool,
 ) -> Report:
     """Run the ranks of this host until all have ended, one failed, or it is stopped.
 
@@ -111,8 +110,6 @@ def run_ranks(
         stop: Returns the number of a signal that ends the ranks, or 0. They get
             SIGTERM, and SIGKILL if they are still there after a while, which is longest
             after SIGTERM, so that they can save.
-        has_peers: Whether other hosts take part, whose failures are reported together
-            with where these ranks were.
     """
     environment = {**command.environment, **variables}
     gpus, count = num_gpus({**os.environ, **environment}), len(slots)
@@ -130,8 +127,7 @@ def run_ranks(
         ranks.start()
         failures = ranks.wait(stop)
         finished = ranks.have_finished
-        if failures or has_peers:
-            where = ranks.where()
+        where = ranks.where()
     finally:
         ranks.end(stop())
     return Report(failures, where, ranks.has_saved, finished=finished)
@@ -219,9 +215,8 @@ class Ranks:
 
         Ranks that have ended with exit code 0 are left out.
         """
-        self._request_stacks()
         return {
-            rank: self._position(rank)
+            rank: str(record.read(self._path(rank, "record")))
             for rank, process in self._processes.items()
             if process.returncode != 0
         }
@@ -272,38 +267,7 @@ class Ranks:
             )
             if failure is not None:
                 failures.append(failure)
-        if failures and all(failure.is_secondary for failure in failures):
-            failures += self._find_early_ends()
         return failures
-
-    def _find_early_ends(self) -> list[Failure]:
-        """Return ranks that ended inside of a fit, for which others have failed."""
-        return [
-            Failure(rank, ended_at, 1, position.describe_end("exit code 0"), "", False)
-            for rank, (ended_at, _) in self._ended.items()
-            if not self._processes[rank].returncode
-            and (position := record.read(self._path(rank, "record"))).phase
-        ]
-
-    def _request_stacks(self) -> None:
-        """Let running ranks write their stacks, and wait for it, at most a second."""
-        paths = []
-        for rank, process in self._processes.items():
-            path = self._path(rank, "report.stacks")
-            if rank not in self._ended and path.exists():
-                process.send_signal(rank_process.DUMP_SIGNAL)
-                paths.append(path)
-        begin = time.monotonic()
-        while any(not p.stat().st_size for p in paths) and (
-            time.monotonic() - begin < 1
-        ):
-            time.sleep(0.02)
-
-    def _position(self, rank: int) -> str:
-        position = str(record.read(self._path(rank, "record")))
-        dump = self._path(rank, "report.stacks")
-        line = stacks.line_of(dump.read_text()) if dump.exists() else None
-        return f"{position} ({line})" if line else position
 
     def _path(self, rank: int, name: str) -> Path:
         return self._folder / f"{rank}.{name}"

@@ -6,17 +6,16 @@ ends, for whatever reason, so does the input, and with it what was started there
 """
 
 import contextlib
+import fcntl
 import io
 import json
 import os
-import queue
 import random
 import re
 import secrets
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -36,6 +35,9 @@ _NOT_PASSED_ON = re.compile(
     r"BASH_FUNC_.*|DISPLAY|HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|SSH_.*"
     r"|TMPDIR|USER|XDG_.*|_"
 )
+
+# The environment fits into a pipe of this size, also before ssh is connected.
+_PIPE_BYTES = 1 << 18
 
 # Ports of the job's store that nobody else is likely to use.
 _PORTS = range(20_000, 30_000)
@@ -118,26 +120,22 @@ class HostCommand:
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches only this process
         )
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        assert self.process.stdin is not None
+        self._input = self.process.stdin
+        with contextlib.suppress(OSError):  # of a user with many hosts
+            fcntl.fcntl(self._input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.write(json.dumps(dict(environment)))
-        # What does not fit into the pipe is taken only when ssh is connected.
-        threading.Thread(target=self._pass_on, daemon=True).start()
 
     def write(self, line: str) -> None:
         """Write a line to its standard input."""
-        self._lines.put(f"{line}\n".encode())
+        with contextlib.suppress(OSError):  # its exit code shows that it has ended
+            self._input.write(f"{line}\n".encode())
+            self._input.flush()
 
     def end_input(self) -> None:
         """Let it end, as if this process were gone."""
-        self._lines.put(b"")
-
-    def _pass_on(self) -> None:
-        assert self.process.stdin is not None
-        # If it has ended, its exit code shows that.
-        with contextlib.suppress(OSError), self.process.stdin as pipe:
-            while line := self._lines.get():
-                pipe.write(line)
-                pipe.flush()
+        with contextlib.suppress(OSError):
+            self._input.close()
 
     @property
     def code(self) -> int | None:

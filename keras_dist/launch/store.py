@@ -139,12 +139,15 @@ class Store:
         self._thread.start()
 
     def open(self, slots: Sequence[Any]) -> None:
-        """Forget all values, and let the ranks of a start find each other.
+        """Forget the values of ranks, and let those of a start find each other.
 
         Args:
             slots: The slots of all ranks, by `assign_ranks`.
         """
+        kept = self._server.cache.get(_HOSTS, {})  # what hosts have written
         self._server.init(slots)
+        with self._server.cache_lock:
+            self._server.cache[_HOSTS] = kept | self._server.cache.get(_HOSTS, {})
 
     def close(self) -> None:
         """End the server."""
@@ -292,11 +295,6 @@ class StoreClient:
             return None
         texts = {name: str(text).encode("latin-1") for name, text in found.items()}
         return {name: self._value(name, text) for name, text in texts.items()}
-
-    def of_kind(self, kind: str) -> dict[str, Any]:
-        """Read all values with names of the form KIND.REST, by the rest, in order."""
-        found = self.get_all(f"{kind}.") or {}
-        return {name.partition(".")[2]: value for name, value in found.items()}
 
     def probe(self) -> tuple[str, str]:
         """Find out whether the store takes this host's requests.

@@ -1,5 +1,6 @@
 """A rank that fails ends the job, and its own error is the one to read."""
 
+import socket
 import subprocess
 import sys
 
@@ -84,18 +85,15 @@ keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_leaves_while_others_train_is_the_cause(tmp_path, rank):
-    """By `sys.exit(0)`: said by the launcher, and by the other rank."""
+    """By `sys.exit(0)`: said by the other rank, which had to fail for it."""
     script = tmp_path / "script.py"
     script.write_text(_LEAVES)
     command = [str(script), str(rank)]
     done = launch(command, ranks=2, timeout=100)
     assert done.returncode == 1, done.stderr
-    text = "ended with exit code 0 in epoch 3 while others were training."
-    report = done.stderr[done.stderr.rindex("keras-dist: rank") :].splitlines()
-    assert report[0] == f"keras-dist: rank {rank} {text}"
-    other = f"Rank {1 - rank} was at the beginning of epoch 3"
-    assert report[1].startswith(other) and "one waited for it. Rank" in report[1]
-    assert len(report) == 2
+    text = "ended with no error in epoch 3 while others were training."
+    report = done.stderr[done.stderr.rindex("keras-dist: rank") :]
+    assert f"Rank {rank} on {socket.gethostname()} {text}" in report, report
 
 
 def test_ranks_that_leave_together_have_not_failed(tmp_path):

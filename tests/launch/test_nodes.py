@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from launch import PYTHONPATH, ROOT, free_port, launch
 from test_launch import RUN, left_behind
 from test_launch import start as run
@@ -119,16 +121,16 @@ def wait_for_threads(*processes):
 
 
 def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
-    """On the first host it ends those that have come; another one just leaves."""
+    """On the first host it ends those that have come; others do not wait for it."""
     options = ["--nnodes", 4, "--rdzv", f"127.0.0.1:{free_port()}", "--node-rank"]
     first, leaving, waiting = (command(*options, k, "-m", "this") for k in range(3))
     wait_for_threads(first)  # its store
     wait_for_threads(leaving, waiting)  # their heartbeats
     leaving.send_signal(signal.SIGINT)
-    assert ended([leaving], 10) == [(130, "", "")]
+    assert ended([leaving], 10) == [(130, "", "keras-dist: ended by SIGINT.\n")]
     first.send_signal(signal.SIGINT)
     for code, _, errors in ended([first, waiting], 8):
-        assert code == 130 and errors.startswith("keras-dist: ended by SIGINT on ")
+        assert code == 130 and errors == "keras-dist: ended by SIGINT.\n"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_who_is_missing_is_said(tmp_path):
     words += ["--rdzv", f"127.0.0.1:{port}", "--node-rank"]
     env = {"PYTHONPATH": PYTHONPATH, **SECRET}
     for number, message in (
-        (0, "missing: node rank 1, 2"),
+        (0, "missing: host 1, 2"),
         (1, f"cannot reach 127.0.0.1:{port}"),
     ):
         command = [str(word) for word in [*words, number, "-m", "this"]]
@@ -192,7 +194,7 @@ def test_a_number_that_two_hosts_have_is_named(tmp_path):
         time.sleep(0.1)
         found = [process.poll() is None for process in twins]
     code, _, errors = ended([twins[found.index(False)]])[0]
-    assert code == 1 and "one more, with the node rank 1." in errors, errors
+    assert code == 1 and "one more, with the number 1." in errors, errors
     first.send_signal(signal.SIGINT)
     assert [code for code, _, _ in ended([first, last, twins[found.index(True)]])] == [
         130
@@ -204,6 +206,14 @@ _PRINTS = """
 import os
 print(*(os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_SIZE")))
 """
+
+
+def test_a_launcher_that_another_one_has_started_several_times_is_an_error():
+    """Each would start ranks for all of the data, and write the same files."""
+    step = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    done = run("-np", 2, "-m", "this", **step)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "Received: rank 1 of 2 from RANK, WORLD_SIZE," in done.stderr
 
 
 def test_hosts_of_an_environment_run_as_one_job(tmp_path, monkeypatch):
@@ -219,6 +229,31 @@ def test_hosts_of_an_environment_run_as_one_job(tmp_path, monkeypatch):
     found = ended(processes)
     assert [code for code, _, _ in found] == [0, 0], found
     assert [printed for _, printed, _ in found] == ["0 2 1\n", "[1] 1 2 1\n"]
+
+
+def test_the_command_for_kubeflow_runs_as_one_job(tmp_path):
+    """With the variables that the runtime sets on each node."""
+    script = tmp_path / "digits.py"
+    script.write_text(_PRINTS)
+    job = yaml.safe_load((ROOT / "examples/kubernetes/trainjob.yaml").read_text())
+    shell = job["spec"]["trainer"]["command"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    nodes = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PATH": path, **SECRET}
+    nodes |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, **nodes}
+    processes = [
+        subprocess.Popen(
+            shell,
+            env=env | {"PET_NODE_RANK": rank},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    found = ended(processes)
+    assert [printed for _, printed, _ in found] == ["0 2 1\n", "[1] 1 2 1\n"], found
 
 
 def test_a_value_that_this_job_has_not_signed_does_not_count():
@@ -242,15 +277,15 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
 
 
 def test_the_values_of_an_earlier_start_are_forgotten():
-    """Else its ranks would be found by those of the next one."""
+    """Else its ranks would be found by those of the next one; hosts' values stay."""
     store = Store("a secret of these tests")
     try:
         host = StoreClient("127.0.0.1", store.port, "a secret of these tests")
         ranks = client_of(
             store_variables("127.0.0.1", store.port, "a secret of these tests")
         )
-        assert host.put("report.0.1", {}) and ranks.put("beat", 1)
+        assert host.put("beat.1", 1) and ranks.put("beat", 1)
         store.open(assign_ranks([("a", 2)]))
-        assert host.get_all("") == {} and ranks.get("beat") is None
+        assert host.get_all("") == {"beat.1": 1} and ranks.get("beat") is None
     finally:
         store.close()

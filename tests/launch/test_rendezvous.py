@@ -154,7 +154,7 @@ def test_a_rank_that_is_missing_is_named():
 def test_ranks_without_a_first_one_say_where_it_should_be():
     """Rank 0 has ended, or never began."""
     [(code, out)] = run_ranks(torchrun, [1], 2, script=SHORT)
-    assert code == 1 and "does not reach rank 0" in out, out
+    assert code == 1 and "first host cannot be reached" in out, out
 
 
 def test_a_port_in_use_is_an_error_that_names_it():
@@ -233,7 +233,7 @@ def test_a_first_rank_that_ends_before_all_have_come_is_named():
     begin = time.monotonic()
     (first, _), (code, out) = run_ranks(torchrun, [0, 1], 3, script=DIES)
     assert (first, code) == (9, 1)
-    assert "Rank 0, started by torchrun, has ended before the ranks" in out, out
+    assert "The first rank was lost" in out, out
     assert time.monotonic() - begin < 60
 
 

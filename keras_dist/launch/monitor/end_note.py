@@ -65,7 +65,10 @@ class EndNote:
     def _note_exit(self) -> None:
         position = record.here.position
         if position.phase and not self._has_error:
-            self._write(position.describe_end("no error"))
+            epoch = position.epoch + 1
+            self._write(
+                f"ended with no error in epoch {epoch} while others were training"
+            )
 
     def _write(self, text: str) -> None:
         """Write the note, unless another rank was the first to end."""

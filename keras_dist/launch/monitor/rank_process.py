@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 # The launcher sets this variable to the beginning of the paths of the report files:
-# PATH.json for an error, PATH.crash and PATH.stacks for Python stacks.
+# PATH.json for an error, PATH.crash for the Python stacks of a crash.
 REPORT_VARIABLE = "KERAS_DIST_REPORT"
 
 # If this variable is set, a rank that has written a report does not print its error:
@@ -47,9 +47,6 @@ _LONGEST = 100_000
 
 # Seeds what all ranks draw; run by its path, since the package is not imported here.
 _SEEDS = str(Path(__file__).with_name("seeds.py"))
-
-# At this signal a rank writes its stacks. It is one that no scheduler sends.
-DUMP_SIGNAL = signal.SIGRTMIN + 7
 
 
 def write_report(
@@ -137,19 +134,9 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _enable_dumps() -> None:
-    """Write Python stacks to the report files: at `DUMP_SIGNAL`, and at a crash."""
-    path = os.environ.get(REPORT_VARIABLE)
-    if path:
-        faulthandler.enable(open(f"{path}.crash", "w"))  # noqa: SIM115
-        stacks = open(f"{path}.stacks", "w")  # noqa: SIM115
-        faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
-
-
 def _leave_rank() -> None:
     """In a process that the rank has forked: what happens here is not its failure."""
     os.environ.pop(REPORT_VARIABLE, None)
-    faulthandler.unregister(DUMP_SIGNAL)
     faulthandler.disable()
 
 
@@ -174,7 +161,8 @@ def main(arguments: list[str]) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if kind == "program":
         os.execvp(command[0], command)
-    _enable_dumps()
+    if path := os.environ.get(REPORT_VARIABLE):
+        faulthandler.enable(open(f"{path}.crash", "w"))  # noqa: SIM115
     sys.excepthook = _print
     os.register_at_fork(after_in_child=_leave_rank)
     sys.argv = command

@@ -67,14 +67,6 @@ class RankPosition:
             f"in the collective {self.collective}, {text}" if self.collective else text
         )
 
-    def describe_end(self, how: str) -> str:
-        """Return how a rank ended here, where others wait for it.
-
-        >>> RankPosition(epoch=2, phase="step").describe_end("exit code 0")
-        'ended with exit code 0 in epoch 3 while others were training'
-        """
-        return f"ended with {how} in epoch {self.epoch + 1} while others were training"
-
 
 class Record:
     """The record of this rank, which it writes and other processes can read.

@@ -1,6 +1,5 @@
 """Python stacks of this process, and the line of the user's code in them."""
 
-import re
 import sys
 import threading
 import traceback
@@ -15,8 +14,6 @@ _LAUNCHED_FILE = "keras_dist/launch/monitor/rank_process.py"
 
 # The file in which Python waits for TensorFlow.
 _WAITING_FILE = "tensorflow/python/eager/execute.py"
-
-_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def text(*, exclude: threading.Thread) -> str:
@@ -53,18 +50,6 @@ def own_code(*, exclude: threading.Thread) -> str | None:
         if is_candidate and (line := _find_line(calls)):
             return line
     return None
-
-
-def line_of(dump: str) -> str | None:
-    """Find the line of the user's code in a dump; `None` in TensorFlow.
-
-    In a dump the main thread is the last one, and its most recent call comes first.
-
-    >>> line_of('Thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n')
-    'a.py, line 3, in f'
-    """
-    calls = _CALL.findall(dump.rpartition("(most recent call first):")[2])
-    return _find_line(calls)
 
 
 def _find_line(calls: Sequence[tuple[str, Any, str]]) -> str | None:

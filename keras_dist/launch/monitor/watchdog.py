@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ DEFAULT_LIMIT = 120.0
 # code of a rank that was asked to end and has saved a checkpoint.)
 EXIT_CODE = 70
 
-# Names in the store, beside the heartbeats, whose names are the numbers of the ranks:
-# the rank that looks at all others, and what it has found when none makes progress.
-_OBSERVER, _STALLED = "observer", "stalled"
+# Name in the store, beside the heartbeats, whose names are the numbers of the ranks, of
+# what the first rank to find a stall has found.
+_STALLED = "stalled"
 
 # In the line about ranks for which the others wait.
 _MISSING = " missing: "
@@ -165,10 +165,7 @@ class Watchdog(threading.Thread):
 
 
 class OtherRanks:
-    """The heartbeats of the other ranks.
-
-    One idle rank looks at all, the observer; or the requests of N ranks would grow with
-    the square of N.
+    """The heartbeats of the other ranks, at which an idle rank looks.
 
     Args:
         store: The store in which the ranks keep their heartbeats.
@@ -184,10 +181,6 @@ class OtherRanks:
         # For each other rank: its last heartbeat, when that was first seen, and what
         # the process had used by then.
         self._seen: dict[int, tuple[int, float, Usage]] = {}
-        # What the last observer wrote last, and when that was first seen.
-        self._observer: tuple[Any, float] = (None, 0.0)
-        self._beats = 0
-        self._looks = 0
 
     def publish(self, status: dict[str, Any]) -> None:
         """Write this rank's heartbeat."""
@@ -196,76 +189,31 @@ class OtherRanks:
     def find_stall(self, own: dict[str, Any], now: float) -> list[str] | None:
         """Return a line for each group of ranks if none makes progress.
 
+        The first rank to find it lets the others know.
+
         Args:
             own: The status of this rank.
             now: The time, as of `time.monotonic`.
         """
-        if (lines := self.announced()) is not None:
-            return lines
-        if not self.observes(now):
-            return None
-        are_idle, is_any_with_others = self.are_idle(now)
-        is_any_with_others |= own["is_with_others"]
-        is_stalled = are_idle and is_any_with_others and own["idle"] > self._limit
-        return self.announce(own, now) if is_stalled else None
-
-    def observes(self, now: float) -> bool:
-        """Return whether this rank, which is idle, is the one that looks at all others.
-
-        It is the first one to be idle. If it makes progress, or has no heartbeat, one
-        of the smallest numbers takes its place: a rank of k binary digits waits for k
-        more looks.
-
-        Args:
-            now: The time, as of `time.monotonic`.
-        """
-        found = self._store.get(_OBSERVER)
-        if not isinstance(found, dict) or found.get("rank") != self._rank:
-            if found != self._observer[0]:
-                self._observer, self._looks = (found, now), 0
-            is_there = now - self._observer[1] <= _SILENT * self._limit
-            if found is not None and is_there:
-                return False
-            self._looks += 1
-            if self._looks <= self._rank.bit_length():
-                return False
-        self._beats += 1
-        self._store.put(_OBSERVER, {"rank": self._rank, "beat": self._beats})
-        return True
-
-    def are_idle(self, now: float) -> tuple[bool, bool]:
-        """Return whether no other rank makes progress, and one of them is in a fit.
-
-        Args:
-            now: The time, as of `time.monotonic`.
-        """
-        are_idle, is_any_with_others = True, False
+        if isinstance(lines := self._store.get(_STALLED), list):
+            return [str(line) for line in lines]
+        statuses = dict(self._statuses())
         # All, also behind one that works: silence is counted from the first look.
-        for rank, status in self._statuses():
-            if status is None or not self._is_idle(rank, status, now):
-                are_idle = False
-            else:
-                is_any_with_others |= bool(status["is_with_others"])
-        return are_idle, is_any_with_others
+        are_idle = [self._is_idle(rank, s, now) for rank, s in statuses.items()]
+        are_with_others = [s["is_with_others"] for s in (own, *statuses.values()) if s]
+        if own["idle"] < self._limit or not all(are_idle) or not any(are_with_others):
+            return None
+        lines = self._describe({**statuses, self._rank: own}, now)
+        self._store.put(_STALLED, lines)
+        return lines
 
-    def announced(self) -> list[str] | None:
-        """Return what the observer has announced: a line for each group of ranks."""
-        lines = self._store.get(_STALLED)
-        return [str(line) for line in lines] if isinstance(lines, list) else None
-
-    def announce(self, own: dict[str, Any], now: float) -> list[str]:
-        """Announce that no rank makes progress.
-
-        Args:
-            own: The status of this rank.
-            now: The time, as of `time.monotonic`.
-
-        Returns:
-            A line for each missing rank, and for each position in which ranks wait.
-        """
+    def _describe(
+        self, statuses: Mapping[int, dict[str, Any] | None], now: float
+    ) -> list[str]:
+        """Return a line for each missing rank, and for each position of the waiting."""
         missing: dict[str, list[int]] = {}
         waiting: dict[str, list[int]] = {}
-        for rank, status in sorted({self._rank: own, **dict(self._statuses())}.items()):
+        for rank, status in sorted(statuses.items()):
             if status is None or self._is_silent(rank, status, now):
                 missing.setdefault("it does not answer", []).append(rank)
             elif status["code"]:
@@ -280,7 +228,6 @@ class OtherRanks:
         ]
         for position, ranks in waiting.items():
             lines.append(f"Waiting {position}: {ranks_in_words(ranks)}.")
-        self._store.put(_STALLED, lines)
         return lines
 
     def _statuses(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
@@ -292,8 +239,10 @@ class OtherRanks:
                 status = self._store.get(name) if found is None else found.get(name)
                 yield rank, status if isinstance(status, dict) else None
 
-    def _is_idle(self, rank: int, status: dict[str, Any], now: float) -> bool:
+    def _is_idle(self, rank: int, status: dict[str, Any] | None, now: float) -> bool:
         """Return whether another rank makes no progress, by its heartbeats."""
+        if status is None:  # it has not begun
+            return False
         beat, _, before = self._seen.get(rank, (-1, 0.0, {}))
         now_used: Usage = {}
         if is_here := status["host"] == socket.gethostname():

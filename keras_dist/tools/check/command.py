@@ -13,8 +13,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from keras_dist.clusters import find_nodes
-from keras_dist.clusters.slurm import Slurm
+from keras_dist.clusters import find_place
 from keras_dist.launch.command import add_where
 from keras_dist.launch.hosts import num_gpus
 from keras_dist.tools.check.host import Result, Status, check_host, parse_line
@@ -68,22 +67,18 @@ def run_words(options: argparse.Namespace) -> list[str]:
         if value != action.default:
             words.append(action.option_strings[0])
             words += [] if action.nargs == 0 else [str(value)]
-    if not words and find_nodes() is None:
+    if not words and find_place() is None:
         words = ["-np", str(num_gpus() or 2)]
     return words
 
 
 def _run(options: argparse.Namespace, words: Sequence[str] | None) -> int:
     """Run the checks of this host, and those of ranks unless `words` is `None`."""
-    nodes = find_nodes()
-    # Tasks of SLURM have one screen, and often one file system.
-    is_first = not (nodes and nodes.launcher == Slurm.name and nodes.rank)
     results = list[Result]()
 
     def show(result: Result) -> None:
         results.append(result)
-        if is_first:
-            print(describe(result), flush=True)
+        print(describe(result), flush=True)
 
     for result in check_host():
         show(result)
@@ -92,9 +87,8 @@ def _run(options: argparse.Namespace, words: Sequence[str] | None) -> int:
         for result in check_ranks(words) if is_ready else untried(RANK_CHECKS):
             show(result)
     has_passed = all(each.status != "failed" for each in results)
-    if is_first:
-        print(f"\n{summarize(results)}")
-    if options.json and is_first:
+    print(f"\n{summarize(results)}")
+    if options.json:
         content = {
             "keras_dist": __version__,
             "command": shlex.join(["keras-dist", *sys.argv[1:]]),

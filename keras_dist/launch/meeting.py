@@ -1,0 +1,259 @@
+"""Values that the hosts or ranks of a job give each other, by the store of the first.
+
+All members run the same lines. What each of them gives to `gather`, the first one
+combines, and all get the result.
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from keras_dist.launch.failures import LOST_SECONDS, print_message
+from keras_dist.launch.hosts import ranges
+from keras_dist.launch.store import StoreClient
+from keras_dist.version import __version__
+
+# Seconds between two heartbeats: while ranks run, and while this member waits. All who
+# wait send at most so many a second.
+_BEAT_SECONDS, _TICK, _MOST_BEATS = 0.5, 0.1, 200
+
+# Seconds between two lines about missing members; and for which the store stays until
+# all have read the last result.
+_SAY_SECONDS, _LEAVE_SECONDS = 15.0, 10.0
+
+# A longer time between two looks counts as so long: this machine was suspended.
+_LONGEST_LOOK = 3.0
+
+Combine = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+class Interrupted(Exception):
+    """A signal has ended the job before all members had come."""
+
+
+class Meeting:
+    """The members of a job, as one of them sees them.
+
+    In its block, a thread sends heartbeats, and reads what all have written.
+
+    Args:
+        client: Client of the job's store, which answers.
+        number: Number of this member; 0 is the first, which has the store.
+        size: Number of members.
+        kind: What they are: "host" or "rank".
+        stopped: Numbers of the signals that this process has received.
+
+    Attributes:
+        nonce: A text that all members have in common, another one in each job.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        number: int,
+        size: int,
+        *,
+        kind: str,
+        stopped: Sequence[int] = (),
+    ) -> None:
+        self._client, self._number, self._size = client, number, size
+        self._kind, self._stopped = kind, stopped
+        self._values: dict[str, Any] = {}
+        # Seconds for which each member has sent no new heartbeat.
+        self._silent = dict.fromkeys(range(size), 0.0)
+        self._pause = max(_TICK, size / _MOST_BEATS)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
+        self.nonce = secrets.token_hex(16)
+        if number == 0:
+            client.put_surely("job", self.nonce)
+
+    def __enter__(self) -> "Meeting":
+        begin = time.monotonic()
+        while self._number:
+            if time.monotonic() - begin > LOST_SECONDS:
+                raise self._first_lost()
+            if nonce := self._client.get("job"):
+                self.nonce = nonce
+                break
+            time.sleep(_TICK)
+        if self._size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._size == 1:
+            return
+        end = time.monotonic() + _LEAVE_SECONDS
+        while self._number == 0 and time.monotonic() < end:
+            beats = [k for k in self._silent if k and self._values.get(f"beat.{k}")]
+            if not set(beats) - set(self.lost):
+                break
+            time.sleep(_TICK)
+        self._is_over.set()
+        self._thread.join()
+        self._client.put(f"{self.nonce}.beat.{self._number}", None)
+
+    @property
+    def lost(self) -> list[int]:
+        """Members that have sent no heartbeat for 15 s."""
+        return [k for k, seconds in self._silent.items() if seconds > LOST_SECONDS]
+
+    @property
+    def signals(self) -> dict[int, int]:
+        """The first signal that each member has received, by the member's number."""
+        beats = {k: self._values.get(f"beat.{k}") or [0] for k in self._silent}
+        signals = {k: beat[1] for k, beat in beats.items() if beat[1:]}
+        if self._stopped:
+            signals[self._number] = self._stopped[0]
+        return signals
+
+    def find(self, name: str) -> list[Any]:
+        """Return the values that members have given to `gather` so far."""
+        values = [self._values.get(f"{name}.{k}") for k in self._silent]
+        return [value for value in values if value is not None]
+
+    def join(
+        self, value: Any, combine: Combine, *, timeout: float, advice: str
+    ) -> dict[str, Any]:
+        """Wait for all members, and return what the first makes of their values.
+
+        Args:
+            value, combine: See `gather`.
+            timeout: Seconds to wait.
+            advice: What to do where members are missing.
+
+        Raises:
+            Interrupted: If this member or the first one was stopped before.
+            ValueError: If members are missing, have the same number, or do not agree
+                on their version and on how many they are.
+        """
+        facts = [self._size, __version__]
+        own = [socket.gethostname(), secrets.token_hex(8), facts, value]
+        begin = said = time.monotonic()
+
+        def look() -> None:
+            nonlocal said
+            if self.signals.keys() & {0, self._number}:
+                self._put(f"join.{self._number}", None)  # another one may come
+                raise Interrupted
+            if self._number:
+                return
+            missing, now = self._find_missing("join"), time.monotonic()
+            hosts = Counter(host for host, *_ in self.find("join"))
+            came = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+            text = (
+                f"{self._size - len(missing)} of {self._size} {self._kind}s ({came}); "
+                f"missing: {self._kind} {ranges(missing)}"
+            )
+            if now - begin > timeout:
+                raise TimeoutError(
+                    f"Not all {self._kind}s have come within {timeout:g} s. Received: "
+                    f"{text}. {advice}"
+                )
+            if now - said > _SAY_SECONDS:
+                said = now
+                print_message(f"keras-dist: waiting for {self._kind}s: {text}.")
+
+        def check(members: Sequence[Any]) -> dict[str, Any]:
+            for number, (host, _, others, _) in enumerate(members):
+                if others != facts:
+                    raise ValueError(
+                        f"The {self._kind}s do not agree on their number and on the "
+                        f"version of keras_dist. Received: {others} of {self._kind} "
+                        f"{number} on {host}, and {facts} of the first one."
+                    )
+            ids = [member[1] for member in members]
+            return {**combine([member[3] for member in members]), "ids": ids}
+
+        result = self._gather("join", own, check, look)
+        if own[1] not in result["ids"]:
+            raise ValueError(
+                f"The job has all its {self._kind}s. Received: one more, with the "
+                f"number {self._number}. Give each of them a number of its own."
+            )
+        return result
+
+    def gather(self, name: str, value: Any, combine: Combine) -> dict[str, Any]:
+        """Return what the first member makes of the values of all.
+
+        Args:
+            name: Name of the values, another one for each call.
+            value: Value of this member, of JSON.
+            combine: Makes the result of all values, on the first member. The value of
+                a member that was lost is `None`.
+
+        Raises:
+            ValueError: If `combine` has raised an error that says what to do, or the
+                first member was lost.
+        """
+        return self._gather(name, value, combine, lambda: None)
+
+    def _gather(
+        self, name: str, value: Any, combine: Combine, look: Callable[[], None]
+    ) -> dict[str, Any]:
+        self._pause = max(_TICK, self._size / _MOST_BEATS)
+        if 0 not in self.lost:
+            self._put(f"{name}.{self._number}", value)
+        if self._number == 0:
+            try:
+                while self._find_missing(name):
+                    look()
+                    time.sleep(_TICK)
+                values = [self._values.get(f"{name}.{k}") for k in self._silent]
+                self._put(name, combine(values))
+            except (OSError, RuntimeError, ValueError) as error:
+                self._put(name, {"error": str(error)})
+        while (result := self._values.get(name)) is None:
+            if 0 in self.lost:
+                raise self._first_lost()
+            look()
+            time.sleep(_TICK)
+        self._pause = _BEAT_SECONDS
+        if "error" in result:
+            raise ValueError(result["error"])
+        return dict(result)
+
+    def _find_missing(self, name: str) -> set[int]:
+        """Return the members for whose values the first one waits."""
+        absent = {k for k in self._silent if self._values.get(f"{name}.{k}") is None}
+        return absent | set(self.lost) if name == "join" else absent - set(self.lost)
+
+    def _first_lost(self) -> ValueError:
+        return ValueError(
+            f"The first {self._kind} was lost, and the job ends with it. Received: no "
+            f"answer from {self._client.address}:{self._client.port} for "
+            f"{LOST_SECONDS:g} s. If its own output has no cause, start the job again; "
+            "with `resume=` it goes on."
+        )
+
+    def _put(self, name: str, value: Any) -> None:
+        self._values[name] = value
+        if self._size > 1:
+            self._client.put_surely(f"{self.nonce}.{name}", value)
+
+    def _keep_in_touch(self) -> None:
+        """In a thread: send heartbeats, and read what all have written."""
+        beats, before, prefix = 0, time.monotonic(), f"{self.nonce}."
+        while not self._is_over.wait(self._pause):
+            beats += 1
+            beat = [beats, *self._stopped[:1]]
+            is_there = self._client.put(f"{prefix}beat.{self._number}", beat)
+            found = self._client.get_all(prefix) if is_there else None
+            now = time.monotonic()
+            self._note(found or {}, now - before)
+            before = now
+
+    def _note(self, found: Mapping[str, Any], seconds: float) -> None:
+        """Note what all have written, so long after the last time."""
+        values = {name.partition(".")[2]: value for name, value in found.items()}
+        for k in self._silent:
+            before = self._values.get(f"beat.{k}")
+            is_new = values.get(f"beat.{k}", before) != before
+            silent = self._silent[k] + min(seconds, _LONGEST_LOOK)
+            self._silent[k] = 0.0 if is_new else silent
+        self._values.update(values)
