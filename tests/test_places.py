@@ -119,10 +119,10 @@ def without(environ, name):
     [
         (without(HOROVOD, "HOROVOD_SIZE"), "HOROVOD_SIZE=nothing"),
         (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE=nothing"),
-        (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=None"),
-        (without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "TASKS_PER_NODE=None"),
+        (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=nothing"),
+        (without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "TASKS_PER_NODE=nothing"),
         (without(SLURM, "SLURM_JOB_ID"), "SLURM_JOB_ID=nothing"),
-        (without(TORCHRUN, "MASTER_ADDR"), "without MASTER_ADDR"),
+        (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR=nothing"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT=nothing"),
         (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE=nothing"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 of 4"),

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,15 @@ class FourNumbers(Cluster):
         )
 
 
+def read_text(environ: Mapping[str, str], name: str, launcher: str) -> str:
+    """Return what a variable of a launcher holds.
+
+    Raises:
+        ValueError: If the variable is missing or empty.
+    """
+    return environ.get(name) or _complain(environ, name, launcher, "a value")
+
+
 def read_number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     """Return the number in a variable of a launcher.
 
@@ -89,9 +98,15 @@ def read_number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     """
     value = environ.get(name, "")
     if not value.isdecimal():
-        raise ValueError(
-            f"{launcher} has not described this process completely. Received: "
-            f"{name}={value or 'nothing'}, where a number is needed. Start all ranks "
-            f"by {launcher}, or unset its other variables to train on one process."
-        )
+        _complain(environ, name, launcher, "a number")
     return int(value)
+
+
+def _complain(
+    environ: Mapping[str, str], name: str, launcher: str, needed: str
+) -> NoReturn:
+    raise ValueError(
+        f"{launcher} has not described this process completely. Received: "
+        f"{name}={environ.get(name) or 'nothing'}, where {needed} is needed. Start all "
+        f"ranks by {launcher}, or unset its other variables to train on one process."
+    )

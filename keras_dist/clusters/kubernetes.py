@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import Cluster, Place, read_number
+from keras_dist.clusters.cluster import Cluster, Place, read_number, read_text
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _SIZE, _MEETING = "KERAS_DIST_NNODES", "KERAS_DIST_RDZV"
-_PORT = 29400
+_PORT = "29400"
 
 
 class IndexedJob(Cluster):
@@ -19,18 +19,13 @@ class IndexedJob(Cluster):
         return _INDEX in environ and environ.get(_SIZE, "1") != "1"
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        address, _, port = environ.get(_MEETING, "").partition(":")
-        if not address or not (port or "0").isdecimal():
-            raise ValueError(
-                "The manifest of an Indexed Job has to say where the pods meet. "
-                f"Received: {_MEETING}={environ.get(_MEETING, 'nothing')}. Set it to "
-                f"the name of the first pod and a port, as in train-0.train:{_PORT}."
-            )
+        meeting = read_text(environ, _MEETING, self.name)
+        address, _, port = meeting.partition(":")
         return Place(
             launcher=self.name,
             rank=read_number(environ, _INDEX, self.name),
             size=read_number(environ, _SIZE, self.name),
             address=address,
-            port=int(port or _PORT),
+            port=read_number({_MEETING: port or _PORT}, _MEETING, self.name),
             variables=(_INDEX, _SIZE, _MEETING),
         )

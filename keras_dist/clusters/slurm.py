@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import Cluster, Place, read_number
+from keras_dist.clusters.cluster import Cluster, Place, read_number, read_text
 
 # Of the step, and not of the job, which may be larger.
 _RANK, _SIZE, _LOCAL = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
@@ -30,23 +30,16 @@ class Slurm(Cluster):
         return set(expand_counts(environ.get(_COUNTS, ""))) == {1}
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        counts = expand_counts(environ.get(_COUNTS, ""))
-        node, first = environ.get(_NODE, ""), find_first_node(environ.get(_NODES, ""))
-        if not (first and node.isdecimal() and int(node) < len(counts)):
-            raise ValueError(
-                "srun has not said which nodes its step has. Received: "
-                f"{_NODES}={environ.get(_NODES)}, {_COUNTS}={environ.get(_COUNTS)}, "
-                f"{_NODE}={environ.get(_NODE)}. Unset SLURM_PROCID to train on one "
-                "process."
-            )
-        job, step = (read_number(environ, name, self.name) for name in (_JOB, _STEP))
+        names = (_JOB, _STEP, _NODE)
+        job, step, node = (read_number(environ, name, self.name) for name in names)
+        counts = expand_counts(read_text(environ, _COUNTS, self.name))
         return Place(
             launcher=self.name,
             rank=read_number(environ, _RANK, self.name),
             size=read_number(environ, _SIZE, self.name),
             local_rank=read_number(environ, _LOCAL, self.name),
-            local_size=counts[int(node)],
-            address=first,
+            local_size=counts[node],
+            address=find_first_node(read_text(environ, _NODES, self.name)),
             port=_FIRST_PORT + (job * _APART + step) % _NUM_PORTS,
             variables=(_RANK, _SIZE, _LOCAL, _NODES, _COUNTS),
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import FourNumbers, Place, read_number
+from keras_dist.clusters.cluster import FourNumbers, Place, read_number, read_text
 
 _ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
 
@@ -28,13 +28,9 @@ class Torchrun(FourNumbers):
 
     def place(self, environ: Mapping[str, str]) -> Place:
         place = super().place(environ)
-        if not environ.get(_ADDRESS):
-            raise ValueError(
-                f"torchrun has not said where the ranks meet. Received: "
-                f"RANK={place.rank} and WORLD_SIZE={place.size} without {_ADDRESS}. "
-                "Set it to the name of rank 0's host, or unset RANK to train on one "
-                "process."
-            )
-        port = read_number(environ, _PORT, self.name) + 1
-        variables = (*self.variables, _ADDRESS, _PORT)
-        return replace(place, address=environ[_ADDRESS], port=port, variables=variables)
+        return replace(
+            place,
+            address=read_text(environ, _ADDRESS, self.name),
+            port=read_number(environ, _PORT, self.name) + 1,
+            variables=(*self.variables, _ADDRESS, _PORT),
+        )

@@ -71,8 +71,7 @@ def find_failure(
     returncode: int | None,
     *,
     path: str | os.PathLike[str],
-    ended_at: float | None,
-    memory: int,
+    ended: tuple[float, int],
 ) -> Failure | None:
     """Return the failure of a rank, or `None` if it has not failed.
 
@@ -81,8 +80,7 @@ def find_failure(
         returncode: Return code of its process, as of `subprocess`; `None` while it
             runs.
         path: Beginning of the paths of its report files.
-        ended_at: Time at which it ended; `None` while it runs.
-        memory: The most memory that it used, in KiB.
+        ended: When it ended, and the most memory that it used, in KiB.
     """
     # A rank that has written its report may still run, or be ended before its exit.
     if report := _read_report(f"{path}.json"):
@@ -99,9 +97,9 @@ def find_failure(
         return None
     return Failure(
         rank=rank,
-        time=ended_at or 0.0,
+        time=ended[0],
         code=returncode if returncode > 0 else 128 - returncode,
-        summary=_describe_end(returncode, memory),
+        summary=_describe_end(returncode, ended[1]),
         text=_read(f"{path}.crash"),
         is_secondary=False,
     )

@@ -6,16 +6,12 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 # Files of a call: function and arguments; what a rank returned.
 CALL, _RESULT = "call.pickle", "result.{rank}.pickle"
-
-# What cloudpickle writes in place of the file of a function.
-_DYNAMIC = "<dynamic-code>"
 
 Result = TypeVar("Result")
 
@@ -105,9 +101,7 @@ def pickled_call(
     Args:
         function, args, kwargs: See `run`.
     """
-    code = getattr(function, "__code__", None)
-    file = getattr(code, "co_filename", None)
-    return _pickled((function, tuple(args), dict(kwargs or {}), file))
+    return _pickled((function, tuple(args), dict(kwargs or {})))
 
 
 def _pickled(value: Any) -> bytes:
@@ -130,33 +124,9 @@ def call_and_keep(folder: str, rank: int) -> None:
         folder: The folder of `run`, with the pickled function and arguments.
         rank: This rank.
     """
-    function, args, kwargs, file = pickle.loads((Path(folder) / CALL).read_bytes())
-    _name_source(function, file)
+    function, args, kwargs = pickle.loads((Path(folder) / CALL).read_bytes())
     value = _pickled(function(*args, **kwargs))
     path = Path(folder) / _RESULT.format(rank=rank)
     draft = path.with_suffix(".draft")
     draft.write_bytes(value)
     draft.replace(path)
-
-
-def _name_source(function: Any, file: str | None) -> None:
-    """Give functions that were sent the file of their lines, for a traceback.
-
-    cloudpickle leaves it out since 3.1.3: it writes "<dynamic-code>" instead.
-    """
-
-    def named(code: types.CodeType) -> types.CodeType:
-        parts = (
-            named(c) if isinstance(c, types.CodeType) else c for c in code.co_consts
-        )
-        is_unnamed = code.co_filename == _DYNAMIC
-        own = str(file) if is_unnamed else code.co_filename
-        return code.replace(co_filename=own, co_consts=tuple(parts))
-
-    others = list(getattr(function, "__globals__", {}).values())
-    for found in (function, *others):
-        is_sent = (
-            getattr(getattr(found, "__code__", None), "co_filename", "") == _DYNAMIC
-        )
-        if file is not None and is_sent and isinstance(found, types.FunctionType):
-            found.__code__ = named(found.__code__)

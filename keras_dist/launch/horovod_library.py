@@ -1,14 +1,12 @@
 """Whether the installed Horovod has our changes, without importing it."""
 
 import importlib.util
-from collections.abc import Iterable
 from pathlib import Path
 
 # Stand in the library if it was compiled from the changed source: texts of debug
 # messages, and names of variables.
-NETWORK_MARK = "keras_dist: process sets use the network interface "
 MARKS = (
-    NETWORK_MARK,
+    "keras_dist: process sets use the network interface ",
     "KERAS_DIST_LONGEST_CYCLE_MS",
     "KERAS_DIST_READ_MEMORY",
     "keras_dist: the sum is in place",
@@ -26,18 +24,6 @@ def installed_library() -> Path | None:
 
 def is_installed() -> bool:
     """Return True if a Horovod is installed that was compiled from our source."""
-    return _has(MARKS)
-
-
-def uses_named_network() -> bool:
-    """Return whether the Horovod of this environment needs no name of a host's own.
-
-    One that an earlier version of this package has built has this change, too.
-    """
-    return _has([NETWORK_MARK])
-
-
-def _has(marks: Iterable[str]) -> bool:
     library = installed_library()
     content = b"" if library is None else library.read_bytes()
-    return all(mark.encode() in content for mark in marks)
+    return all(mark.encode() in content for mark in MARKS)

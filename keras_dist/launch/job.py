@@ -18,7 +18,7 @@ from signal import SIGHUP, SIGUSR1
 from typing import Any
 
 from keras_dist.clusters import Place
-from keras_dist.launch import horovod_library, processes
+from keras_dist.launch import processes
 from keras_dist.launch.failures import (
     Report,
     lost_text,
@@ -30,7 +30,6 @@ from keras_dist.launch.hosts import LOOPBACK
 from keras_dist.launch.meeting import Interrupted, Meeting
 from keras_dist.launch.monitor import seeds
 from keras_dist.launch.network import (
-    check_own_name,
     has_only_ipv6,
     interface,
     is_loopback,
@@ -102,7 +101,6 @@ def run_job(
         processes.stopped_by_signals(*others) as stopped,
         contextlib.ExitStack() as stack,
     ):
-        processes.allow_files()
         if over_ssh:
             threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
         store = None
@@ -182,10 +180,12 @@ class Host:
                 # There may be several launchers of one machine.
                 is_new = name not in dict(hosts)
                 hosts.append((name if is_new else f"{name}-{number}", count))
-            if is_importing is not None:
-                name = hosts[0][0] if self._is_quiet else "this host"
-                counts = [count for _, count in hosts]
-                print_message(begin_text(counts, name, is_importing=is_importing))
+            if is_importing is not None:  # nothing else says something, for seconds
+                where = hosts[0][0] if self._is_quiet else "this host"
+                where = where if len(hosts) == 1 else f"{len(hosts)} hosts"
+                count = sum(count for _, count in hosts)
+                text = f"keras-dist: {count} rank{'s' * (count > 1)} on {where}"
+                print_message(text + ", importing TensorFlow" * is_importing)
             assert self._store is not None
             self._store.open(assign_ranks(hosts))
             ways = [way for *_, way in descriptions if not is_loopback(way)]
@@ -227,8 +227,6 @@ class Host:
             own = {SECRET: derived(secret, f"ranks {nonce} {start}")}
             own |= {RESTART: str(start)} if start else {}
             try:
-                if self._num_hosts > 1 and not horovod_library.uses_named_network():
-                    check_own_name(address)
                 report = run_ranks(
                     command,
                     [s for s in assign_ranks(self._hosts) if s.hostname == self._name],
@@ -321,19 +319,3 @@ class Host:
             unknown=lost_ranks,
         )
         return code, text
-
-
-def begin_text(counts: Sequence[int], name: str, *, is_importing: bool = True) -> str:
-    """Return the line that says what is started: nothing else does, for seconds.
-
-    Args:
-        counts: Number of ranks of each host.
-        name: Name of the first one.
-        is_importing: Whether the ranks will import TensorFlow, as far as is known.
-
-    >>> print(begin_text([2], "this host"))
-    keras-dist: 2 ranks on this host, importing TensorFlow
-    """
-    where = f"{len(counts)} hosts" if len(counts) > 1 else name
-    text = f"keras-dist: {sum(counts)} rank{'s' * (sum(counts) != 1)} on {where}"
-    return f"{text}, importing TensorFlow" if is_importing else text

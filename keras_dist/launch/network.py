@@ -6,8 +6,6 @@ import socket
 import struct
 import subprocess
 
-from keras_dist.launch.failures import print_message
-
 # All addresses of this host.
 EVERYWHERE = "0.0.0.0"
 
@@ -109,37 +107,4 @@ def interface(address: str) -> dict[str, str]:
     raise ValueError(
         f"No network interface of this host has this address. Received: {address}. "
         "Name the first host by an address that the others can reach: --rdzv."
-    )
-
-
-def check_own_name(address: str) -> None:
-    """Check that this host's own name leads to the address of the ranks' network.
-
-    Without the patch (see `install.patch`) Gloo listens at an address of the host's
-    name, whatever interface was named.
-
-    Args:
-        address: Address of this host by which the others reach it.
-
-    Raises:
-        ValueError: If the name does not resolve, or to an address of loopback.
-    """
-    name, cure = socket.gethostname(), "run `keras-dist install-horovod` on each host"
-    try:
-        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        found = [str(info[4][0]) for info in infos]
-    except OSError:
-        found = []
-    if address in found or is_loopback(address):
-        return
-    cure = f"{cure}, or let the name resolve to {address} in /etc/hosts."
-    if all(each == "::1" or is_loopback(each) for each in found):
-        raise ValueError(
-            "Ranks on other hosts could not connect to those of this host. Received: "
-            f"the name {name} resolves there to {', '.join(found) or 'no address'}, "
-            f"and Horovod was built without keras_dist's patch: {cure}"
-        )
-    print_message(
-        f"keras-dist: {name} is {found[0]} by its own name, so gradients do not use "
-        f"the network of {address}. Horovod has not keras_dist's patch: {cure}"
     )

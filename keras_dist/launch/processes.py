@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import shutil
 import signal
 import tempfile
@@ -23,9 +22,6 @@ _STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 # Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
 _TERM_SECONDS = 2.0
 _KILL_SECONDS = 5.0
-
-# What a thousand ranks need: three pipes and a connection to the store for each.
-_MOST_FILES = 1 << 14
 
 
 def mark(job: str) -> str:
@@ -50,13 +46,6 @@ def make_folder(job: str) -> Path:
         job: Id of the job.
     """
     return Path(tempfile.mkdtemp(prefix=_prefix(job)))
-
-
-def allow_files() -> None:
-    """Let this process, and those that it starts, open as many files as they may."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_FILES), hard))
 
 
 def members(job: str) -> list[int]:

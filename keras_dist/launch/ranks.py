@@ -119,51 +119,56 @@ def run_ranks(
             "host, and the memory there, which NCCL refuses. Start one for each GPU: "
             f"-np {gpus}"
         )
+    ranks = _Ranks(replace(command, environment=environment), job)
     failures: list[Failure] = []
     where: dict[int, str] = {}
-    finished = False
-    ranks = Ranks(replace(command, environment=environment), slots, job)
     try:
-        ranks.start()
+        for slot in slots:
+            ranks.start(slot)
         failures = ranks.wait(stop)
-        finished = ranks.have_finished
-        where = ranks.where()
+        where = ranks.find_positions()
     finally:
         ranks.end(stop())
-    return Report(failures, where, ranks.has_saved, finished=finished)
+    has_finished = not failures and not where
+    return Report(failures, where, ranks.have_saved, finished=has_finished)
 
 
-class Ranks:
-    """The ranks of a job that run on this host.
+class _Ranks:
+    """The processes of the ranks that run on this host."""
 
-    Args:
-        command: The command that they run.
-        slots: The slot of each rank.
-        job: Id of the job, by which its processes are found.
-    """
-
-    def __init__(self, command: Command, slots: Sequence[Any], job: str) -> None:
-        self._command, self._slots, self._job = command, slots, job
+    def __init__(self, command: Command, job: str) -> None:
+        self._command, self._job = command, job
         # Record and report files; only this user can read them.
         self._folder = processes.make_folder(job)
-        self._has_saved = False
         self._output = Output(command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         # For each rank that has ended: when, and the most memory it used, in KiB.
         self._ended: dict[int, tuple[float, int]] = {}
+        # Whether, at their end, all were asked to end and have saved.
+        self.have_saved = False
 
-    def start(self) -> None:
-        """Start every rank."""
-        for slot in self._slots:
-            process = self._started(slot)
-            self._processes[slot.rank] = process
-            self._output.add(slot.rank, process.stdout, process.stderr)
+    def start(self, slot: Any) -> None:
+        """Start the process of a rank."""
+        record.make(self._path(slot.rank, "record"))
+        environment = _environment_of(self._command, slot) | {
+            processes.mark(self._job): "1",
+            record.VARIABLE: str(self._path(slot.rank, "record")),
+            rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),
+        }
+        runner = [sys.executable, rank_process.__file__, str(os.getpid())]
+        process = subprocess.Popen(
+            [*runner, self._command.kind, *self._command.words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that Ctrl-C reaches only the launcher
+        )
+        self._processes[slot.rank] = process
+        self._output.add(slot.rank, process.stdout, process.stderr)
 
     def wait(self, stop: Callable[[], int]) -> list[Failure]:
-        """Wait until all ranks have ended, or one has failed, or the job is stopped.
-
-        Args:
-            stop: The wait ends as soon as this returns a number.
+        """Wait until all ranks have ended, one has failed, or `stop` returns a number.
 
         Returns:
             The failures, the first one first.
@@ -171,13 +176,34 @@ class Ranks:
         failed_at = None
         while not stop() and len(self._ended) < len(self._processes):
             self._output.pass_on(_TICK)
-            self._poll()
+            self._collect_ends()
             now = time.monotonic()
-            if failed_at is None and self._failures():
+            if failed_at is None and self.find_failures():
                 failed_at = now
             if failed_at is not None and now - failed_at > _GRACE:
                 break
-        return sort_failures(self._failures())
+        return sort_failures(self.find_failures())
+
+    def find_positions(self) -> dict[int, str]:
+        """Describe where each rank is, or was last, but those with exit code 0."""
+        return {
+            rank: str(record.read(self._path(rank, "record")))
+            for rank, process in self._processes.items()
+            if process.returncode != 0
+        }
+
+    def find_failures(self) -> list[Failure]:
+        """Return how ranks have failed so far."""
+        found = (
+            find_failure(
+                rank,
+                process.returncode,
+                path=self._path(rank, "report"),
+                ended=self._ended.get(rank, (0.0, 0)),
+            )
+            for rank, process in self._processes.items()
+        )
+        return [failure for failure in found if failure is not None]
 
     def end(self, signal: int) -> None:
         """End all processes of the job on this host, and remove its files.
@@ -193,59 +219,19 @@ class Ranks:
         for process in self._processes.values():
             if process.returncode is None:
                 process.wait()
-        saved = [failure.is_saved for failure in self._failures()]
-        self._has_saved = len(saved) == len(self._slots) and all(saved)
+        saved = [failure.is_saved for failure in self.find_failures()]
+        self.have_saved = len(saved) == len(self._processes) and all(saved)
         try:
             self._output.close()
         finally:  # whoever reads the output may have been killed
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def have_finished(self) -> bool:
-        """True if all ranks have ended by themselves, with exit code 0."""
-        return all(process.returncode == 0 for process in self._processes.values())
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether, at their end, all ranks were asked to end and have saved."""
-        return self._has_saved
-
-    def where(self) -> dict[int, str]:
-        """Describe where each rank is, or was last: epoch, step and collective.
-
-        Ranks that have ended with exit code 0 are left out.
-        """
-        return {
-            rank: str(record.read(self._path(rank, "record")))
-            for rank, process in self._processes.items()
-            if process.returncode != 0
-        }
 
     def _pass_on_for(self, seconds: float) -> None:
         """Pass on output for so long, also where nobody reads the screen any more."""
         with contextlib.suppress(OSError):
             self._output.pass_on_for(seconds)
 
-    def _started(self, slot: Any) -> subprocess.Popen[bytes]:
-        """Start the process of one rank."""
-        record.make(self._path(slot.rank, "record"))
-        environment = _environment_of(self._command, slot) | {
-            processes.mark(self._job): "1",
-            record.VARIABLE: str(self._path(slot.rank, "record")),
-            rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),
-        }
-        runner = [sys.executable, rank_process.__file__, str(os.getpid())]
-        return subprocess.Popen(
-            [*runner, self._command.kind, *self._command.words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C reaches only the launcher
-        )
-
-    def _poll(self) -> None:
-        """Collect the exit codes of ranks that have ended."""
+    def _collect_ends(self) -> None:
         for rank, process in self._processes.items():
             if rank in self._ended:
                 continue
@@ -253,21 +239,6 @@ class Ranks:
             if pid:
                 process.returncode = os.waitstatus_to_exitcode(status)
                 self._ended[rank] = time.time(), used.ru_maxrss
-
-    def _failures(self) -> list[Failure]:
-        failures = []
-        for rank, process in self._processes.items():
-            ended_at, memory = self._ended.get(rank, (None, 0))
-            failure = find_failure(
-                rank,
-                process.returncode,
-                path=self._path(rank, "report"),
-                ended_at=ended_at,
-                memory=memory,
-            )
-            if failure is not None:
-                failures.append(failure)
-        return failures
 
     def _path(self, rank: int, name: str) -> Path:
         return self._folder / f"{rank}.{name}"
@@ -285,16 +256,13 @@ def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
     if not hosts:
         lines.append("ranks      known when the hosts have met")
     for slot in assign_ranks(list(hosts.items())):
-        variables = _environment_of(command, slot).items()
-        told = {n: v for n, v in variables if os.environ.get(n) != v}
         device = f"GPU {slot.local_rank} if its host has GPUs, else CPU"
         if is_here(slot.hostname):
             count = num_gpus()
             device = f"GPU {slot.local_rank % count}" if count else "CPU"
-        else:  # by its own cores
-            told = {n: v for n, v in told.items() if n not in _THREADS}
         lines.append(f"rank {slot.rank:<6}{slot.hostname}, {device}")
-        lines.append(" " * 11 + " ".join(f"{n}={v}" for n, v in told.items()))
+        variables = {**command.environment, **slot_variables(slot)}
+        lines.append(" " * 11 + " ".join(f"{n}={v}" for n, v in variables.items()))
     lines.append("Nothing was started.")
     return "\n".join(lines)
 
@@ -302,15 +270,12 @@ def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
 def _environment_of(command: Command, slot: Any) -> dict[str, str]:
     """Return the environment of a rank, but for what is known only at the start."""
     quiet = {rank_process.QUIET: "1"} if command.log_dir is None else {}
+    threads = max(1, len(os.sched_getaffinity(0)) // slot.local_size)
     return {
-        **{name: str(_threads(slot)) for name in _THREADS},
+        **dict.fromkeys(_THREADS, str(threads)),
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         **command.environment,
         **slot_variables(slot),
         **quiet,
     }
-
-
-def _threads(slot: Any) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // slot.local_size)

@@ -1,7 +1,6 @@
 """What happens to hosts is named, and ends or restarts the job, with its exit code."""
 
 import signal
-import sys
 import time
 from functools import partial
 
@@ -144,30 +143,3 @@ def test_a_host_with_ipv6_addresses_alone_is_named(net, shared):
     assert code == 1 and seconds < 10
     assert "b (" in line and "Ranks connect by IPv4." in line
     assert "--rdzv" in line
-
-
-# As the command does, which needs no TensorFlow.
-_CHECK = """
-import sys
-sys.argv[0] = "keras-dist"
-from keras_dist.launch.network import check_own_name
-check_own_name(sys.argv[1])
-"""
-
-
-def test_without_the_patch_a_host_is_checked_by_its_own_name(net):
-    """Before a rank is started; a Horovod that was built elsewhere crashes later."""
-
-    def checked(lines, network=0):
-        net.write_hosts("b", "127.0.0.1 localhost\n" + lines)
-        words = [sys.executable, "-c", _CHECK, net.address("b", network)]
-        return net.run("b", words).stderr.strip().splitlines()[-1:]
-
-    assert checked("10.77.0.2 b\n") == []
-    (error,) = checked("127.0.1.1 b\n")
-    assert "b resolves there to 127.0.1.1, and Horovod was built without" in error
-    assert "keras-dist install-horovod" in error
-    (error,) = checked("")
-    assert "b resolves there to no address" in error
-    (warning,) = checked("10.77.0.2 b\n", network=1)
-    assert "do not use the network of 10.78.0.2" in warning and "Error" not in warning

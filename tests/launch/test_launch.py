@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 import uuid
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 from launch import PYTHONPATH, ROOT, free_port, launch, prefix
 
 import keras_dist
-from keras_dist.launch.function import CALL, call_and_keep, pickled_call
 from keras_dist.launch.hosts import parse_endpoint, parse_hosts, read_hostfile
 
 RUN = [sys.executable, "-m", "keras_dist", "run"]
@@ -334,7 +332,7 @@ print("children", [ended(end) for end in ends], flush=True)
 time.sleep(4)
 print("sum", keras_dist.sum(1), flush=True)
 if keras_dist.rank() == 1:
-    raise KeyError("of the rank" + "!" * 10_000_000)
+    raise KeyError("of the rank")
 """
 
 
@@ -351,8 +349,7 @@ def test_what_a_forked_process_does_is_not_the_ranks_doing(tmp_path):
     report = done.stderr[done.stderr.index("keras-dist: rank") :]
     assert done.returncode == 1
     assert "rank 1 failed first, in user code, outside of a fit" in report
-    assert "KeyError: 'of the rank!!" in report
-    assert "characters left out" in report and len(report) < 300_000
+    assert "KeyError: 'of the rank'" in report
 
 
 _NO_HOSTS = ["-oProxyCommand=touch-it", "a@-oProxyCommand=it", "-a@b", "a;b", "$(a)"]
@@ -408,19 +405,6 @@ def test_many_ranks_find_the_store_at_once():
     finally:
         store.kill()
         store.communicate()
-
-
-def test_a_function_that_was_sent_keeps_the_file_of_its_lines(tmp_path):
-    """cloudpickle drops it, and with it the line of a traceback."""
-
-    def fails():
-        return [1 / x for x in (1, 0)]
-
-    (tmp_path / CALL).write_bytes(pickled_call(fails, (), None))
-    with pytest.raises(ZeroDivisionError) as caught:
-        call_and_keep(str(tmp_path), 0)
-    lines = traceback.format_tb(caught.value.__traceback__)
-    assert __file__ in lines[-1] and "1 / x" in lines[-1]
 
 
 def test_a_function_runs_on_ranks_and_returns_their_values(capfd):

@@ -396,7 +396,6 @@ def test_a_library_says_whether_it_has_the_patch(tmp_path, monkeypatch):
     for number in range(len(marks) + 1):
         library.write_bytes("\0".join(["\x7fELF", *marks[:number], "more"]).encode())
         assert horovod_library.is_installed() == (number == len(marks))
-        assert horovod_library.uses_named_network() == (number > 0)
 
 
 def test_a_build_without_the_patch_is_no_success(monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from keras_dist.launch.monitor import rank_process, record
-from keras_dist.launch.store import StoreClient, client_of
+from keras_dist.launch.store import client_of
 
 # The file in which torchrun looks for the error of a process.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -22,34 +22,35 @@ _NAME = "ended"
 
 _SECONDARY = "Another rank has ended while this one waited for it."
 
-# Seconds for which the rank with the store stays, so that others read the note.
+# Seconds for which the rank with the store stays, so that others read its note.
 _READ_SECONDS = 1.0
 
+# What this rank has noted.
+_notes: list[str] = []
 
-class EndNote:
-    """Notes what ends this rank: an error, or an exit inside of a fit.
+
+def note_end(rank: int) -> None:
+    """Let the other ranks, and torchrun, know what will end this rank.
+
+    It is an error, or an exit inside of a fit.
 
     Args:
         rank: Rank of this process.
-        store: The store of the job; `None` for none.
     """
+    store, print_error, errors = client_of(), sys.excepthook, list[BaseException]()
 
-    def __init__(self, rank: int, store: StoreClient | None) -> None:
-        self._rank, self._store = rank, store
-        self.is_written = self._has_error = False
-        self._print_error = sys.excepthook
-        sys.excepthook = self._note_error
-        # Before Horovod, which was started earlier, ends the others' collectives.
-        atexit.register(self._note_exit)
+    def write(text: str) -> None:
+        # Unless another rank was the first to end.
+        if store is not None and store.get(_NAME) is None:
+            _notes.append(f"Rank {rank} on {socket.gethostname()} {text}.")
+            store.put(_NAME, _notes[-1])
 
-    def _note_error(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
+    def note_error(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        errors.append(error)
         if not rank_process.is_secondary(str(error)):
-            self._write("has failed; its traceback is the cause")
+            write("has failed; its traceback is the cause")
         if path := os.environ.get(_ERROR_FILE):
             lines = traceback.format_exception(kind, error, trace)
             details = {
@@ -59,35 +60,17 @@ class EndNote:
             message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
             with contextlib.suppress(OSError):
                 Path(path).write_text(json.dumps({"message": message}))
-        self._has_error = True
-        self._print_error(kind, error, trace)
+        print_error(kind, error, trace)
 
-    def _note_exit(self) -> None:
+    def note_exit() -> None:
         position = record.here.position
-        if position.phase and not self._has_error:
+        if position.phase and not errors:
             epoch = position.epoch + 1
-            self._write(
-                f"ended with no error in epoch {epoch} while others were training"
-            )
+            write(f"ended with no error in epoch {epoch} while others were training")
 
-    def _write(self, text: str) -> None:
-        """Write the note, unless another rank was the first to end."""
-        if self._store is not None and self._store.get(_NAME) is None:
-            note = f"Rank {self._rank} on {socket.gethostname()} {text}."
-            self.is_written = self._store.put(_NAME, note)
-
-
-_notes: list[EndNote] = []
-
-
-def note_end(rank: int) -> None:
-    """Let the other ranks, and torchrun, know what ends this rank.
-
-    Args:
-        rank: Rank of this process.
-    """
-    if not _notes:
-        _notes.append(EndNote(rank, client_of()))
+    sys.excepthook = note_error
+    # Before Horovod, which was started earlier, ends the others' collectives.
+    atexit.register(note_exit)
 
 
 def describe_ended_rank() -> str:
@@ -101,5 +84,5 @@ def describe_ended_rank() -> str:
 
 def stay_for_readers() -> None:
     """Wait until others have read the note of this rank, which has the store."""
-    if any(note.is_written for note in _notes):
+    if _notes:
         time.sleep(_READ_SECONDS)

@@ -42,9 +42,6 @@ _FROM_ANOTHER_RANK = (
 )
 _PR_SET_PDEATHSIG = 1
 
-# The most characters of a message, or of a traceback, that the launcher prints.
-_LONGEST = 100_000
-
 # Seeds what all ranks draw; run by its path, since the package is not imported here.
 _SEEDS = str(Path(__file__).with_name("seeds.py"))
 
@@ -67,20 +64,11 @@ def write_report(
     if not path:
         return
     report = {"time": time.time(), "kind": kind, "code": code}
-    report |= {"message": _shortened(message), "text": _shortened(text)}
+    report |= {"message": message, "text": text}
     draft = Path(f"{path}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
         draft.write_text(json.dumps(report | {"is_secondary": is_secondary}))
         os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
-
-
-def _shortened(text: str) -> str:
-    """Return the text without its middle, if the launcher should not read all of it."""
-    left_out = len(text) - _LONGEST
-    if left_out <= 0:
-        return text
-    half = _LONGEST // 2
-    return f"{text[:half]} … ({left_out} characters left out) … {text[-half:]}"
 
 
 def is_secondary(message: str) -> bool:
