@@ -5,7 +5,6 @@ write their reports. `horovodrun` has one, too, without a token.
 """
 
 import contextlib
-import errno
 import hmac
 import http.client
 import importlib
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import LOOPBACK
-from keras_dist.launch.network import EVERYWHERE, is_loopback
+from keras_dist.launch.network import EVERYWHERE, addresses, is_loopback
 from keras_dist.launch.signing import derived, signed, verified
 
 # Connections that the kernel accepts before the server does. Ranks connect all at once,
@@ -175,15 +174,12 @@ def serve_at(address: str, port: int, secret: str, *, is_alone: bool) -> Store:
     found = EVERYWHERE
     with contextlib.suppress(OSError):  # the name may become known later
         found = socket.gethostbyname(address)
-    if is_loopback(found) and not (is_alone or is_loopback(address)):
-        found = EVERYWHERE
+    is_known = found in addresses().values()
+    if is_loopback(found):
+        is_known = is_alone or is_loopback(address)
+    found = found if is_known else EVERYWHERE
     try:
-        try:
-            return Store(secret, found, port)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            return Store(secret, EVERYWHERE, port)
+        return Store(secret, found, port)
     except OSError as error:
         raise OSError(
             f"The job's store cannot listen at {address}:{port}. Received: {error}. "

@@ -5,14 +5,13 @@ import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Number of changes, epoch, step, time of the last change, phase, collective.
-_LAYOUT = struct.Struct("<qqqd24s104s")
+# Number of changes, epoch, step, phase, collective.
+_LAYOUT = struct.Struct("<qqq24s104s")
 
 # `keras-dist run` sets this variable to the path of the record file. So it can read the
 # record even when this process was killed.
@@ -27,7 +26,6 @@ class RankPosition:
         changes: How often the record was written.
         epoch: Epoch of the fit, from 0.
         step: Step of the epoch, or of the evaluation, from 0.
-        since: Time of the last change, as of `time.time`.
         phase: Part of the fit: "begin", "step", "test" or "end"; empty outside of a
             fit.
         collective: Name of the collective that Python waits in; empty outside of one.
@@ -37,7 +35,6 @@ class RankPosition:
     changes: int = 0
     epoch: int = 0
     step: int = 0
-    since: float = 0.0
     phase: str = ""
     collective: str = ""
 
@@ -77,14 +74,9 @@ class Record:
 
     def __init__(self, path: str | None = None) -> None:
         self._buffer: Any = _mapped(path) if path else bytearray(_LAYOUT.size)
-        self._position = RankPosition()
+        self.position = RankPosition()  # that was written last
         # The thread that trains: Ray Train's is not the main one.
         self.thread = threading.main_thread().ident
-
-    @property
-    def position(self) -> RankPosition:
-        """The position that was written last."""
-        return self._position
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int = 0) -> None:
         """Record that this rank enters a phase of a fit.
@@ -95,7 +87,7 @@ class Record:
             step: Step of the epoch or of the evaluation.
         """
         self.thread = threading.get_ident()
-        epoch = self._position.epoch if epoch is None else epoch
+        epoch = self.position.epoch if epoch is None else epoch
         self._write(phase, epoch, step, "")
 
     @contextlib.contextmanager
@@ -105,7 +97,7 @@ class Record:
         Args:
             collective: Name of the collective.
         """
-        before = self._position
+        before = self.position
         self._write(before.phase, before.epoch, before.step, collective)
         try:
             yield
@@ -117,29 +109,22 @@ class Record:
         self._buffer = bytearray(self._buffer)
 
     def _write(self, phase: str, epoch: int, step: int, collective: str) -> None:
-        changes, now = self._position.changes + 1, time.time()
-        self._position = RankPosition(changes, epoch, step, now, phase, collective)
+        changes = self.position.changes + 1
+        self.position = RankPosition(changes, epoch, step, phase, collective)
         _LAYOUT.pack_into(
             self._buffer,
             0,
             changes,
             epoch,
             step,
-            now,
             phase.encode(),
             collective.encode(errors="replace"),
         )
 
 
 def read(path: str | os.PathLike[str]) -> RankPosition:
-    """Read the record of another process; the default position if it wrote none."""
-    try:
-        data = Path(path).read_bytes()[: _LAYOUT.size]
-    except OSError:
-        return RankPosition()
-    if len(data) < _LAYOUT.size:
-        return RankPosition()
-    *numbers, phase, collective = _LAYOUT.unpack(data)
+    """Read the record of another process, for which `make` has made the file."""
+    *numbers, phase, collective = _LAYOUT.unpack(Path(path).read_bytes())
     names = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
     return RankPosition(*numbers, *names)
 
@@ -149,7 +134,7 @@ def _mapped(path: str) -> mmap.mmap | bytearray:
         with open(path, "r+b") as file:
             return mmap.mmap(file.fileno(), _LAYOUT.size)
     except (OSError, ValueError):
-        # The launcher is on another host, or of another version of this package.
+        # The launcher has ended, or is of another version of this package.
         return bytearray(_LAYOUT.size)
 
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +75,14 @@ class Watchdog(threading.Thread):
         store: StoreClient | None,
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
-        self._rank, self._limit = rank, limit
-        self._ignored_threads = set(ignored_threads)
+        self._rank, self._size, self._limit = rank, size, limit
+        self._ignored_threads, self._store = set(ignored_threads), store
         self._tick = min(max(limit / 12, 0.2), 5.0)
         self._stop_event = threading.Event()
         self._beats = 0
-        self._others: OtherRanks | None = None
-        if store is not None:
-            self._others = OtherRanks(store, rank=rank, size=size, limit=limit)
+        # For each other rank: its last heartbeat, when that was first seen, and what
+        # the process had used by then.
+        self._seen: dict[int, tuple[int, float, Usage]] = {}
 
     def stop(self) -> None:
         """Stop watching, because this process is about to exit."""
@@ -98,114 +98,67 @@ class Watchdog(threading.Thread):
             if now - before > 4 * self._tick + 2:
                 progress.skip(now - before)
             before = now
-            idle = progress.idle(now)
-            self.publish(idle)
-            if idle > self._limit / 2:
-                own = self._status(idle)
-                if (rank_lines := self._find_stall(own, now)) is not None:
-                    self._end(own, rank_lines)
+            own = self.publish(progress.idle(now))
+            if (rank_lines := self._find_stall(own, now)) is not None:
+                self._end(own, rank_lines)
 
-    def publish(self, idle: float) -> None:
-        """Write a heartbeat to the store.
+    def publish(self, idle: float) -> dict[str, Any]:
+        """Write a heartbeat to the store, and return it.
 
         Args:
             idle: Seconds without progress of this rank.
         """
         self._beats += 1
-        if self._others is not None:
-            self._others.publish(self._status(idle))
-
-    def _status(self, idle: float) -> dict[str, Any]:
         position = record.here.position
         # Reading the stacks takes time, so only if this rank may be the cause.
         may_be_cause = idle > self._limit / 2 and not position.collective
-        code = stacks.own_code(exclude=self) if may_be_cause else None
-        return {
+        status = {
             "beat": self._beats,
             "idle": idle,
             "is_with_others": position.is_with_others,
-            "collective": position.collective,
             "position": str(position),
-            "code": code,
+            "code": stacks.own_code(exclude=self) if may_be_cause else None,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "without": sorted(self._ignored_threads),
         }
+        if self._store is not None:
+            self._store.put(str(self._rank), status)
+        return status
 
     def _find_stall(self, own: dict[str, Any], now: float) -> list[str] | None:
-        """Return lines about all ranks if none makes progress while one is in a fit."""
-        if self._others is not None:
-            return self._others.find_stall(own, now)
-        # A rank that waits in a collective cannot know whether the others work. So
-        # only a rank that is idle in the user's code, in a fit, ends the job.
-        is_cause = own["idle"] > self._limit and own["is_with_others"] and own["code"]
-        return [] if is_cause else None
-
-    def _end(self, own: dict[str, Any], rank_lines: list[str]) -> None:
-        """Print where every rank is and the stacks of this one, and exit."""
-        message = f"no rank has made progress for {self._limit:g} s"
-        lines = [
-            f"keras_dist: {message}, and the job ends. Rank {self._rank} is "
-            f"{own['position']}: {own['code'] or 'it waits there'}.",
-            *rank_lines,
-            stacks.text(exclude=self),
-            "If the ranks were working, raise the limit: "
-            f"{VARIABLE}=600, or 0 for no limit.",
-        ]
-        text = "\n".join(lines) + "\n"
-        os.write(2, text.encode(errors="replace"))
-        # A rank that is in the user's code while others wait for it is the cause.
-        is_secondary = not own["code"] and any(_MISSING in line for line in rank_lines)
-        rank_process.write_report(
-            "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
-        )
-        sys.stdout.flush()
-        time.sleep(2 * self._tick + 1)  # until the other ranks have printed, too
-        os._exit(EXIT_CODE)
-
-
-class OtherRanks:
-    """The heartbeats of the other ranks, at which an idle rank looks.
-
-    Args:
-        store: The store in which the ranks keep their heartbeats.
-        rank: Rank of this process.
-        size: Number of ranks.
-        limit: The stall limit, in seconds.
-    """
-
-    def __init__(
-        self, store: StoreClient, *, rank: int, size: int, limit: float
-    ) -> None:
-        self._store, self._rank, self._size, self._limit = store, rank, size, limit
-        # For each other rank: its last heartbeat, when that was first seen, and what
-        # the process had used by then.
-        self._seen: dict[int, tuple[int, float, Usage]] = {}
-
-    def publish(self, status: dict[str, Any]) -> None:
-        """Write this rank's heartbeat."""
-        self._store.put(str(self._rank), status)
-
-    def find_stall(self, own: dict[str, Any], now: float) -> list[str] | None:
         """Return a line for each group of ranks if none makes progress.
 
         The first rank to find it lets the others know.
-
-        Args:
-            own: The status of this rank.
-            now: The time, as of `time.monotonic`.
         """
+        if own["idle"] < self._limit / 2:
+            return None
+        is_over = own["idle"] > self._limit
+        if self._store is None:
+            # A rank that waits in a collective cannot know whether the others work. So
+            # only a rank that is idle in the user's code, in a fit, ends the job.
+            return [] if is_over and own["is_with_others"] and own["code"] else None
         if isinstance(lines := self._store.get(_STALLED), list):
             return [str(line) for line in lines]
-        statuses = dict(self._statuses())
+        statuses = self._read_statuses()
         # All, also behind one that works: silence is counted from the first look.
         are_idle = [self._is_idle(rank, s, now) for rank, s in statuses.items()]
         are_with_others = [s["is_with_others"] for s in (own, *statuses.values()) if s]
-        if own["idle"] < self._limit or not all(are_idle) or not any(are_with_others):
+        if not is_over or not all(are_idle) or not any(are_with_others):
             return None
         lines = self._describe({**statuses, self._rank: own}, now)
         self._store.put(_STALLED, lines)
         return lines
+
+    def _read_statuses(self) -> dict[int, dict[str, Any] | None]:
+        """Return the heartbeat of each other rank; by one request where possible."""
+        assert self._store is not None
+        found, statuses = self._store.get_all(""), {}
+        for rank in set(range(self._size)) - {self._rank}:
+            name = str(rank)
+            status = self._store.get(name) if found is None else found.get(name)
+            statuses[rank] = status if isinstance(status, dict) else None
+        return statuses
 
     def _describe(
         self, statuses: Mapping[int, dict[str, Any] | None], now: float
@@ -230,15 +183,6 @@ class OtherRanks:
             lines.append(f"Waiting {position}: {ranks_in_words(ranks)}.")
         return lines
 
-    def _statuses(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield the heartbeat of each other rank; by one request where possible."""
-        found = self._store.get_all("")
-        for rank in range(self._size):
-            if rank != self._rank:
-                name = str(rank)
-                status = self._store.get(name) if found is None else found.get(name)
-                yield rank, status if isinstance(status, dict) else None
-
     def _is_idle(self, rank: int, status: dict[str, Any] | None, now: float) -> bool:
         """Return whether another rank makes no progress, by its heartbeats."""
         if status is None:  # it has not begun
@@ -261,6 +205,28 @@ class OtherRanks:
     def _is_silent(self, rank: int, status: dict[str, Any], now: float) -> bool:
         beat, since, _ = self._seen.get(rank, (-1, 0.0, {}))
         return bool(status["beat"] == beat and now - since > _SILENT * self._limit)
+
+    def _end(self, own: dict[str, Any], rank_lines: list[str]) -> None:
+        """Print where every rank is and the stacks of this one, and exit."""
+        message = f"no rank has made progress for {self._limit:g} s"
+        lines = [
+            f"keras_dist: {message}, and the job ends. Rank {self._rank} is "
+            f"{own['position']}: {own['code'] or 'it waits there'}.",
+            *rank_lines,
+            stacks.text(exclude=self),
+            "If the ranks were working, raise the limit: "
+            f"{VARIABLE}=600, or 0 for no limit.",
+        ]
+        text = "\n".join(lines) + "\n"
+        os.write(2, text.encode(errors="replace"))
+        # A rank that is in the user's code while others wait for it is the cause.
+        is_secondary = not own["code"] and any(_MISSING in line for line in rank_lines)
+        rank_process.write_report(
+            "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
+        )
+        sys.stdout.flush()
+        time.sleep(2 * self._tick + 1)  # until the other ranks have printed, too
+        os._exit(EXIT_CODE)
 
 
 class Progress:
