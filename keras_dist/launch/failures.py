@@ -150,7 +150,7 @@ def parse_report(values: Mapping[str, Any]) -> Report:
 
 def verdict(
     reports: Sequence[Report],
-    cause: tuple[str, int] | None,
+    cause: str,
     *,
     hosts: Mapping[int, str],
     unknown: Collection[int],
@@ -161,8 +161,8 @@ def verdict(
 
     Args:
         reports: The reports that have come.
-        cause: What happened to a host, and the exit code for it; `None` for nothing.
-            It counts if no rank was the first to fail.
+        cause: What happened to a host; empty for nothing. It counts if no rank was the
+            first to fail, with exit code 1.
         hosts: The host of each rank; empty names if there is one host alone.
         unknown: Ranks of hosts that have sent no report.
     """
@@ -171,8 +171,8 @@ def verdict(
     )
     positions = {r: text for report in reports for r, text in report.where.items()}
     where = {rank: f" on {host}" for rank, host in hosts.items() if host}
-    if cause is not None and all(failure.is_secondary for failure in failures):
-        lines, code = [f"keras-dist: {cause[0]}"], cause[1]
+    if cause and all(failure.is_secondary for failure in failures):
+        lines, code = [f"keras-dist: {cause}"], 1
         others = sorted(set(hosts) - set(unknown))
     elif not failures:
         return "keras-dist: the job was ended.", 1

@@ -236,6 +236,8 @@ class Host:
                 )
             except (OSError, RuntimeError, ValueError) as error:
                 report = Report(error=str(error))
+            if self._meeting.is_cut:
+                return 128 + SIGHUP
             signal = self._meeting.signals.get(self._number, 0)
             end = self._meeting.gather(
                 f"report.{start}",
@@ -314,7 +316,7 @@ class Host:
                 causes.append(error if is_one else named)
         text, code = verdict(
             list(reports.values()),
-            (causes[0], 1) if causes else None,
+            causes[0] if causes else "",
             hosts=where,
             unknown=lost_ranks,
         )

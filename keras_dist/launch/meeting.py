@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from signal import SIGHUP
 from typing import Any
 
 from keras_dist.launch.failures import LOST_SECONDS, print_message
@@ -88,7 +89,7 @@ class Meeting:
     def __exit__(self, *error: object) -> None:
         if self._size == 1:
             return
-        end = time.monotonic() + _LEAVE_SECONDS
+        end = time.monotonic() + _LEAVE_SECONDS * (not self.is_cut)
         while self._number == 0 and time.monotonic() < end:
             beats = [k for k in self._silent if k and self._values.get(f"beat.{k}")]
             if not set(beats) - set(self.lost):
@@ -97,6 +98,11 @@ class Meeting:
         self._is_over.set()
         self._thread.join()
         self._client.put(f"{self.nonce}.beat.{self._number}", None)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if what has started this member is gone, so that it waits for nobody."""
+        return SIGHUP in self._stopped
 
     @property
     def lost(self) -> list[int]:

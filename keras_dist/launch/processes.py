@@ -19,8 +19,7 @@ ORDERED = SIGHUP
 
 _STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 
-# Seconds to wait after SIGTERM before SIGKILL, and after SIGKILL.
-_TERM_SECONDS = 2.0
+# Seconds to wait after SIGKILL.
 _KILL_SECONDS = 5.0
 
 
@@ -65,36 +64,29 @@ def members(job: str) -> list[int]:
 
 
 def end(
-    job: str,
-    ranks: list[int],
-    *,
-    is_urgent: bool = False,
-    seconds: float = _TERM_SECONDS,
-    wait: Callable[[float], object] = time.sleep,
+    job: str, ranks: list[int], *, seconds: float, wait: Callable[[float], object]
 ) -> None:
     """End all processes of a job, and wait until they have ended.
 
     Args:
         job: Id of the job.
         ranks: Ids of the ranks' processes, which first get SIGTERM.
-        is_urgent: Whether to send SIGKILL at once.
         seconds: Seconds between SIGTERM and SIGKILL.
-        wait: Waits for some seconds. Where their output goes to pipes of this process,
-            it has to read them: a rank that prints as it saves would wait for that.
+        wait: Waits for some seconds, and reads what the ranks print: one that prints as
+            it saves would wait for that.
     """
-    if not is_urgent:
-        for pid in ranks:
-            _signal(pid, signal.SIGTERM)
-        begin = time.monotonic()
-        while set(ranks) & set(members(job)):
-            if time.monotonic() - begin > seconds:
-                break
-            wait(0.05)
+    for pid in ranks:
+        _signal(pid, signal.SIGTERM)
+    begin = time.monotonic()
+    while set(ranks) & set(members(job)) and time.monotonic() - begin < seconds:
+        wait(0.05)
+    _kill(job)
+
+
+def _kill(job: str) -> None:
     begin = time.monotonic()
     # Repeatedly, since a process may start another one in the meantime.
-    while left := set(members(job)):
-        if time.monotonic() - begin > _KILL_SECONDS:
-            break
+    while (left := members(job)) and time.monotonic() - begin < _KILL_SECONDS:
         for pid in left:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -137,7 +129,7 @@ def _reap(job: str, reader: int) -> None:
         # is open here, the read below never returns.
         os.closerange(3, 1 << 16)
         os.read(0, 1)
-        end(job, [], is_urgent=True)
+        _kill(job)
         for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(job)}*"):
             shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -62,7 +62,7 @@ def test_the_outcomes_of_a_thousand_ranks_are_few_lines():
     hosts = {rank: f"h{rank // 8}" for rank in range(1000)}
     unknown = range(992, 1000)
     report = Report([failure], where)
-    text, _ = verdict([report], None, hosts=hosts, unknown=unknown)
+    text, _ = verdict([report], "", hosts=hosts, unknown=unknown)
     assert text.splitlines() == [
         "keras-dist: rank 7 on h0 failed first, in step 7 of epoch 1.",
         "Rank 7 on h0: KeyError: 'tea'",
