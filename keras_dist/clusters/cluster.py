@@ -59,28 +59,6 @@ class Cluster(ABC):
         """
 
 
-class FourNumbers(Cluster):
-    """A launcher with a variable for each number of a rank."""
-
-    # Rank, size, local rank and local size, of which the last two may be missing.
-    variables: ClassVar[tuple[str, str, str, str]]
-
-    def is_here(self, environ: Mapping[str, str]) -> bool:
-        rank, size, *_ = self.variables
-        return rank in environ and environ.get(size) != "1"
-
-    def place(self, environ: Mapping[str, str]) -> Place:
-        rank, size, local_rank, local_size = self.variables
-        return Place(
-            launcher=self.name,
-            rank=read_number(environ, rank, self.name),
-            size=read_number(environ, size, self.name),
-            local_rank=int(environ.get(local_rank, 0)),
-            local_size=int(environ.get(local_size, 1)),
-            variables=self.variables,
-        )
-
-
 def read_text(environ: Mapping[str, str], name: str, launcher: str) -> str:
     """Return what a variable of a launcher holds.
 

@@ -21,21 +21,17 @@ class TfConfig(Cluster):
     name: ClassVar[str] = "TF_CONFIG"
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
-        if not environ.get(_VARIABLE):
-            return False
-        workers, _ = _parse(environ[_VARIABLE])
-        return len(workers) > 1
+        text = environ.get(_VARIABLE)
+        return bool(text) and len(_parse(text)[0]) > 1
 
     def place(self, environ: Mapping[str, str]) -> Place:
         workers, task = _parse(environ[_VARIABLE])
         key = task.get("type"), task.get("index")
         if key not in workers:
-            advice = "keras_dist has no parameter servers and no evaluator: "
             raise ValueError(
                 "This process is not one of the workers that train. Received: the task "
-                f"{task} in {_VARIABLE}, with the ranks {list(workers)}. "
-                f"{advice if key[0] in ('ps', 'evaluator') else ''}start workers, and "
-                "at most one chief."
+                f"{task} in {_VARIABLE}, with the ranks {list(workers)}. keras_dist has "
+                "no parameter servers and no evaluator: start workers, and one chief."
             )
         rank = list(workers).index(key)
         hosts = [address.rpartition(":")[0] for address in workers.values()]

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import FourNumbers, Place, read_number, read_text
+from keras_dist.clusters.cluster import Place, read_number, read_text
+from keras_dist.clusters.four_numbers import FourNumbers
 
 _ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
 
