@@ -21,7 +21,7 @@ class TfConfig(Cluster):
     name: ClassVar[str] = "TF_CONFIG"
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
-        text = environ.get(_VARIABLE)
+        text = environ.get(_VARIABLE, "")
         return bool(text) and len(_parse(text)[0]) > 1
 
     def place(self, environ: Mapping[str, str]) -> Place:
@@ -31,7 +31,7 @@ class TfConfig(Cluster):
             raise ValueError(
                 "This process is not one of the workers that train. Received: the task "
                 f"{task} in {_VARIABLE}, with the ranks {list(workers)}. keras_dist has "
-                "no parameter servers and no evaluator: start workers, and one chief."
+                "no parameter servers and no evaluator: start workers, one a chief."
             )
         rank = list(workers).index(key)
         hosts = [address.rpartition(":")[0] for address in workers.values()]

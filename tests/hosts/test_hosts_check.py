@@ -61,13 +61,3 @@ def test_another_tensorflow_on_one_host_fails_its_line(net, shared):
     assert failed(results) == ["alike"], done.stdout
     assert "TensorFlow 2.20.0" in results["alike"]["seen"]
     assert "on rank 1 (b)" in results["alike"]["seen"]
-
-
-@pytest.mark.long
-def test_a_firewall_fails_the_connection(net, shared):
-    """Only ssh may come in at a: no rank is started, and nothing waits for one."""
-    let_in = [f"ipproto tcp {port} 22 lookup local" for port in ("dport", "sport")]
-    net.drop_rules("a", *let_in, "ipproto tcp blackhole")
-    results, done = run_check(net, shared)
-    assert failed(results) == ["connect"], done.stdout
-    assert "b cannot reach 10.77.0.1" in done.stderr

@@ -1,6 +1,5 @@
 """Ranks without progress end the job; ranks that work do not."""
 
-import contextlib
 import re
 import sys
 
@@ -9,11 +8,7 @@ from launch import PYTHONPATH, launch, prefix
 
 from keras_dist.launch.monitor.watchdog import EXIT_CODE
 from keras_dist.launch.store import (
-    Store,
     StoreClient,
-    assign_ranks,
-    client_of,
-    store_variables,
 )
 
 _STALLS = """
@@ -152,22 +147,6 @@ def test_ranks_that_work_are_left_alone(tmp_path):
     done = launch(command, ranks=None, timeout=230, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2
-
-
-def test_a_process_without_the_secret_is_refused():
-    """Without the secret of the job nothing is read or written."""
-    with contextlib.closing(Store("the secret")) as own:
-        own.open(assign_ranks([("localhost", 2)]))
-        found = store_variables("127.0.0.1", own.port, "the secret")
-        port = found["HOROVOD_GLOO_RENDEZVOUS_PORT"]
-        rank = client_of(found)
-        rank.put("0", {"beat": 1})
-        assert rank.get("0") == {"beat": 1}
-        for address in ("127.0.0.1", f"127.0.0.1:{port}/a-guess", f"127.0.0.1:{port}/"):
-            foreign = StoreClient(address, port)
-            foreign.put("0", {"beat": 2})
-            assert foreign.get("0") is None
-        assert rank.get("0") == {"beat": 1}
 
 
 def test_a_status_store_that_is_gone_returns_nothing():
