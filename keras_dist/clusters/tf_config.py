@@ -30,8 +30,9 @@ class TfConfig(Cluster):
         if key not in workers:
             raise ValueError(
                 "This process is not one of the workers that train. Received: the task "
-                f"{task} in {_VARIABLE}, with the ranks {list(workers)}. keras_dist has "
-                "no parameter servers and no evaluator: start workers, one a chief."
+                f"{task} in {_VARIABLE}, with the ranks {list(workers)}. There are "
+                "no parameter servers and no evaluator here: start workers alone, of "
+                "which one may be the chief."
             )
         rank = list(workers).index(key)
         hosts = [address.rpartition(":")[0] for address in workers.values()]

@@ -7,9 +7,7 @@ import pytest
 from launch import PYTHONPATH, launch, prefix
 
 from keras_dist.launch.monitor.watchdog import EXIT_CODE
-from keras_dist.launch.store import (
-    StoreClient,
-)
+from keras_dist.launch.store import StoreClient
 
 _STALLS = """
 import sys, time
