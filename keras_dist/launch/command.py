@@ -44,13 +44,14 @@ def add_where(command: argparse.ArgumentParser) -> None:
         help="how many ranks to start (default: one for each GPU of this host; with "
         "`-H` one for each slot)",
     )
-    command.add_argument(
+    named = command.add_mutually_exclusive_group()
+    named.add_argument(
         "-H",
         dest="hosts",
         metavar="HOST:SLOTS,…",
         help="hosts, reached by ssh (default: this one)",
     )
-    command.add_argument(
+    named.add_argument(
         "--hostfile",
         metavar="FILE",
         help="the same from a file: a line `HOST slots=N` for each",
@@ -191,11 +192,6 @@ def _count_ranks(
 
 def _named_hosts(options: argparse.Namespace) -> dict[str, int]:
     """Return the hosts that are reached by ssh, and the ranks of each."""
-    if options.hosts is not None and options.hostfile is not None:
-        raise ValueError(
-            "Hosts are named by `-H` or by `--hostfile`. "
-            f"Received: -H {options.hosts} and --hostfile {options.hostfile}"
-        )
     named = options.hosts
     if options.hostfile is not None:
         named = read_hostfile(options.hostfile)

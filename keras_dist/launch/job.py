@@ -29,11 +29,7 @@ from keras_dist.launch.failures import (
 from keras_dist.launch.hosts import LOOPBACK
 from keras_dist.launch.meeting import Interrupted, Meeting
 from keras_dist.launch.monitor import seeds
-from keras_dist.launch.network import (
-    has_only_ipv6,
-    interface,
-    is_loopback,
-)
+from keras_dist.launch.network import interface, is_loopback
 from keras_dist.launch.processes import ORDERED, is_saving, stopped_text
 from keras_dist.launch.ranks import RESTART, Command, run_ranks
 from keras_dist.launch.signing import VARIABLE as SECRET
@@ -88,13 +84,6 @@ def run_job(
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     address, port = place.address, place.port
-    if has_only_ipv6(address):
-        raise ValueError(
-            "Hosts meet at an IPv4 address, by which their ranks connect, too. "
-            f"Received: {address}, which has IPv6 addresses alone on this host. Name "
-            "an IPv4 address of the first host, the same on all hosts: "
-            f"--rdzv 10.0.0.1:{port}"
-        )
     job, others = secrets.token_hex(8), [SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
     with (
         processes.reaper(job),  # is forked, so before the first thread

@@ -153,8 +153,8 @@ class Meeting:
             hosts = Counter(host for host, *_ in self.find("join"))
             came = ", ".join(f"{count} on {host}" for host, count in hosts.items())
             text = (
-                f"{self._size - len(missing)} of {self._size} {self._kind}s ({came}); "
-                f"missing: {self._kind} {ranges(missing)}"
+                f"{self._size - len(missing)} of {self._size} ({came}); missing: "
+                f"{self._kind} {ranges(missing)}"
             )
             if now - begin > timeout:
                 raise TimeoutError(

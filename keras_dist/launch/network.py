@@ -36,15 +36,6 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def has_only_ipv6(host: str) -> bool:
-    """Return whether a name has only IPv6 addresses here, which Gloo cannot use."""
-    try:
-        found = socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return {family for family, *_ in found} == {socket.AF_INET6}
-
-
 def resolve_node(node: str) -> str:
     """Return the name of a node, or its address if only SLURM knows the name.
 

@@ -76,27 +76,6 @@ def test_all_hosts_end_and_say_why(net, shared):
     assert (shared / "rdzv.save" / "saved.1").exists()
 
 
-def test_hosts_that_would_meet_at_an_ipv6_address_end_at_once(net, shared):
-    """All of them, with what to use: Gloo connects the ranks by IPv4."""
-    for name in "ab":
-        net.write_hosts(name, f"127.0.0.1 localhost\n{net.address('b')} b\nfd77::1 a\n")
-    begin = time.monotonic()
-    words = [STUB, shared / "rdzv.ipv6", "wait"]
-    for process in meet(net, "ab", *words):
-        code, (line,), _ = ended(process)
-        assert code == 1, line
-        assert "Received: a, which has IPv6 addresses alone on this host." in line
-        assert line.endswith("--rdzv 10.0.0.1:29400")
-    assert time.monotonic() - begin < 20
-    address = net.address("a")
-    common = [*LAUNCH, "--nnodes", 2, "--rdzv", f"{address}:29400", "--node-rank"]
-    jobs = [net.start("ab"[k], [*common, k, *words], env=SECRET) for k in (0, 1)]
-    all_there(shared / "rdzv.ipv6")
-    net.signal_command(jobs[0], signal.SIGINT)
-    for process in jobs:
-        assert ended(process)[0] == 128 + signal.SIGINT
-
-
 @pytest.mark.long
 def test_a_host_that_is_lost_is_named(net, shared):
     """Two jobs: one has lost a host, and one its first host."""

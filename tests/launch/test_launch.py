@@ -228,7 +228,6 @@ def test_a_dry_run_tells_what_would_start(tmp_path):
         (["-np", 3, "-H", "localhost:2", "-m", "this"], "fewer slots"),
         (["-np", 2, "--stall-limit", -1, "-m", "this"], "number of seconds"),
         (["--hostfile", "Makefile", "-m", "this"], "hosts file must be a name"),
-        (["--hostfile", "x", "-H", "a:1", "-m", "this"], "by `-H` or by"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(words, message):
