@@ -43,7 +43,7 @@ def note_end(rank: int) -> None:
         # Unless another rank was the first to end.
         if store is not None and store.get(_NAME) is None:
             _notes.append(f"Rank {rank} on {socket.gethostname()} {text}.")
-            store.put(_NAME, _notes[-1])
+            store.put_surely(_NAME, _notes[-1])
 
     def note_error(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
