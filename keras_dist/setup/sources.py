@@ -1,7 +1,12 @@
-"""Compare the ranks' data: the same batches on all ranks, or each rank its own."""
+"""Compare the ranks' data: the same batches on all ranks, or each rank its own.
 
+Or the first rank reads for all (`shard="first"`), and nothing is compared.
+"""
+
+import itertools
 import math
 import os
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,14 +17,14 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data import draws
-from keras_dist.data.arrays import is_arrays, lists_to_arrays
+from keras_dist.data.arrays import UNEVEN, is_arrays, lists_to_arrays
 from keras_dist.data.division import ShardSpec, local_items, no_data
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
 from keras_dist.data.presharded import Presharded, length_before_repeat, presharded_of
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
+from keras_dist.errors import RankError, describe
 from keras_dist.lines import warn
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.setup.first_rank import FirstRankBatches, receive
 
 # In the plan, behind how the data is sharded.
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
@@ -53,9 +58,73 @@ def make_source(data: Any, shard: str, *, shuffle: bool = False) -> Any:
     if shard == "first":
         # Nobody begins an iterator anew.
         is_pass = isinstance(x, Iterator)
-        data = receive(x) if is_pass else FirstRankBatches(x, shuffle=shuffle)
+        data = _receive(x) if is_pass else FirstRankBatches(x, shuffle=shuffle)
         return Source(data, is_same=True)
     return Source(x)
+
+
+class FirstRankBatches:
+    """The first rank's batches, which all ranks get: each iterator is a pass.
+
+    Args:
+        data: Batches; on other ranks they are not read.
+        shuffle: Whether a `PyDataset` is read in another order in each pass.
+    """
+
+    def __init__(self, data: Any, *, shuffle: bool) -> None:
+        self._data, self._shuffle = data, shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        return _receive(_read_pass(self._data, self._shuffle))
+
+
+def _read_pass(data: Any, shuffle: bool) -> Iterator[Any]:
+    if not isinstance(data, keras.utils.PyDataset):
+        yield from data
+        return
+    total = data.num_batches
+    order: Any = itertools.count()
+    if total is not None:
+        order = list(range(total))
+        if shuffle:
+            random.shuffle(order)
+    data.on_epoch_begin()
+    for index in order:
+        yield data[index]
+    data.on_epoch_end()
+
+
+def _receive(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of the first rank. Each of them is a collective."""
+    while True:
+        error, message = None, None
+        if comm.rank() == 0:
+            draws.draw_own(0)  # the other ranks draw nothing for it
+            try:
+                found = [_to_arrays(batch) for batch in itertools.islice(batches, 1)]
+                message = ("batch", found[0]) if found else ("end", None)
+            except Exception as caught:  # the other ranks wait
+                error, message = caught, ("error", describe(caught))
+            finally:
+                draws.draw_alike()
+        kind, value = comm.gather_in_thread(message)[0]
+        if kind == "end":
+            return
+        if kind == "error":
+            raise error or RankError(0, value)
+        yield value
+
+
+def _to_arrays(batch: Any) -> Any:
+    leaves = keras.tree.flatten(batch)
+    if any(isinstance(leaf, UNEVEN) for leaf in leaves):
+        raise ValueError(
+            'With shard="first" batches of arrays are sent. Received: '
+            f"{[type(leaf).__name__ for leaf in leaves]}"
+        )
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else np.asarray(leaf), batch
+    )
 
 
 def compare(
