@@ -35,6 +35,11 @@ def shortened(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     ]
 
 
+def slow_on_three(test: Any) -> Any:
+    """Mark a test that runs on two ranks, and with LONG_TESTS=1 on three, too."""
+    return pytest.mark.three_ranks(pytest.mark.slow_on_three(test))
+
+
 @contextlib.contextmanager
 def models_in(dtype: str) -> Iterator[None]:
     """Inside the block, models and their data are of this dtype."""

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import slow_on_three
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.model_selection import GridSearchCV
 
@@ -89,6 +90,7 @@ class PassesOn(Approximator):
         return keras.Model.predict(self, x, **kwargs)
 
 
+@slow_on_three
 def test_a_class_with_a_fit_of_its_own(compare, rows):
     """Its own arguments reach its own `fit`, once."""
 
@@ -101,6 +103,7 @@ def test_a_class_with_a_fit_of_its_own(compare, rows):
     compare(work)
 
 
+@slow_on_three
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("kind", [Approximator, PassesOn])
 def test_dist_fit_calls_no_override_with_other_arguments(rows, kind, is_inside):
@@ -141,6 +144,7 @@ class Evaluates(keras.callbacks.Callback):
         self.found.append([*found, predicted.sum(), copy.get_weights()[0].sum()])
 
 
+@slow_on_three
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_in_callbacks(compare, rows, make_model, is_alone):
     """`evaluate`, `predict`, and a fit of a copy: of all ranks, or of the first."""
@@ -155,6 +159,7 @@ def test_in_callbacks(compare, rows, make_model, is_alone):
     compare(work)
 
 
+@slow_on_three
 def test_in_a_thread(compare, rows, make_model):
     """One that the script starts and waits for."""
 
@@ -196,6 +201,7 @@ class Classifier(ClassifierMixin, BaseEstimator):
         return (self.model_.predict(x, verbose=0)[:, 0] > 0.5).astype(int)
 
 
+@slow_on_three
 def test_a_search_of_scikit_learn(compare, rows):
     """`GridSearchCV` around a fit that nobody sees."""
 
@@ -206,6 +212,7 @@ def test_a_search_of_scikit_learn(compare, rows):
     compare(work)
 
 
+@slow_on_three
 @several
 def test_what_cannot_be_made_equal_is_an_error(world, rows, make_model):
     """Loops by batches, and updates of a loop; `DistributedOptimizer` allows them."""
@@ -229,6 +236,7 @@ def test_what_cannot_be_made_equal_is_an_error(world, rows, make_model):
         keras_dist.distribute("all")
 
 
+@slow_on_three
 @several
 def test_ranks_that_call_other_methods(world, rows, make_model):
     """An error on all ranks, with the line of each."""
@@ -242,6 +250,7 @@ def test_ranks_that_call_other_methods(world, rows, make_model):
     assert keras.Model.fit is Plain.fit
 
 
+@slow_on_three
 def test_fits_of_a_script_resume_by_their_number(world, rows, make_model, tmp_path):
     """KERAS_DIST_RESUME: the second fit continues as the second."""
     folder = keras_dist.broadcast(str(tmp_path))

@@ -450,7 +450,10 @@ def in_batches(rows, batch_size, source, *, drop=True):
         pytest.param("mean", "sequence", marks=pytest.mark.long),
         ("masked", "dataset"),
         pytest.param("embedding", "dataset", marks=pytest.mark.long),
-        ("norm", "dataset"),
+        pytest.param(
+            *("norm", "dataset"),
+            marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
+        ),
     ],
 )
 def test_batches_that_cannot_be_cut_go_whole_to_one_rank(world, rows, kind, source):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import tensorflow as tf
-from claims import largest_difference, shortened
+from claims import largest_difference, shortened, slow_on_three
 
 import keras_dist
 
@@ -62,6 +62,7 @@ READ = {
 }
 
 
+@slow_on_three
 @pytest.mark.parametrize("steps", shortened(READ, {1, 4}))
 def test_validation_by_a_generator_goes_on_from_epoch_to_epoch(steps):
     """It is not closed after the first pass."""
@@ -87,6 +88,7 @@ def test_validation_by_a_generator_goes_on_from_epoch_to_epoch(steps):
         np.testing.assert_allclose(ours, (loss, mae), rtol=1e-5)
 
 
+@slow_on_three
 def test_a_generator_serves_several_fits_and_evaluations():
     """Each goes on where the one before it ended, but for a batch read ahead."""
     model, data, losses = make_model(), endless(16, 6), []
@@ -120,6 +122,7 @@ class Counts(keras.callbacks.Callback):
         self.steps.release()
 
 
+@slow_on_three
 def test_a_generator_may_wait_for_a_callback():
     """No batch is asked for before the step that it depends on is done."""
     callback = Counts()
@@ -179,6 +182,7 @@ class Simulated(keras.utils.PyDataset):
         return x, x.sum(axis=1)
 
 
+@slow_on_three
 def test_looks_at_first_batches_draw_nothing():
     """A sequence that simulates its batches trains on those of one process."""
     models = []
@@ -189,6 +193,7 @@ def test_looks_at_first_batches_draw_nothing():
     assert largest_difference(*models) < 1e-4  # with other batches it is 0.1
 
 
+@slow_on_three
 @pytest.mark.parametrize("name", ["training", "validation"])
 def test_ranks_of_a_host_do_not_cache_in_one_file(tmp_path_factory, world, name):
     """It is an error before training; a complete file is read by all."""

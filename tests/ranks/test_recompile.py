@@ -7,6 +7,8 @@ from claims import shortened
 
 import keras_dist
 
+pytestmark = [pytest.mark.three_ranks, pytest.mark.slow_on_three]
+
 
 class Thaws(keras.callbacks.Callback):
     """Makes the first layer trainable at the second epoch."""

@@ -6,7 +6,7 @@ import weakref
 import keras
 import numpy as np
 import pytest
-from claims import assert_equal_to_the_bit, largest_difference
+from claims import assert_equal_to_the_bit, largest_difference, slow_on_three
 
 import keras_dist
 
@@ -51,6 +51,7 @@ def pair(run):
     return model, expected
 
 
+@slow_on_three
 def test_a_fit_for_each_epoch_is_traced_once(rows):
     """With other rows, batches, positions and a validation in between."""
     x, y = rows

@@ -9,6 +9,8 @@ import pytest
 
 import keras_dist
 
+pytestmark = [pytest.mark.three_ranks, pytest.mark.slow_on_three]
+
 # Where the classes are defined that users import.
 _TRACKERS = (
     ("mlflow.keras.callback", "MlflowCallback"),
