@@ -181,7 +181,7 @@ def verdict(
     ):
         return (
             "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
-            "The same command goes on from there."
+            "The same command continues from there."
         ), failures[0].code
     else:
         lines, code = _describe_first(failures[0], positions, where), failures[0].code

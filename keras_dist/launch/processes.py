@@ -181,7 +181,7 @@ def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:
         has_saved: Whether all ranks have saved.
         host: Where it was received, if there are several hosts.
     """
-    saved = "; the ranks have saved, and the same command goes on from there"
+    saved = "; the ranks have saved, and the same command continues from there"
     where = f" on {host}" if host else ""
     name = signal.Signals(number).name
     return f"keras-dist: ended by {name}{where}{saved if has_saved else ''}."

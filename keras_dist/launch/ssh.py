@@ -182,7 +182,8 @@ def _wait(
             host, code = next(iter(codes.items()))
             print_message(
                 f"keras-dist: the command on {host} has ended alone, or the connection "
-                f"to it was lost: exit code {code}. Those on the other hosts are ended."
+                f"to it was lost: exit code {code}. The commands on the other hosts "
+                "are ended."
             )
             return code or 1
 

@@ -88,7 +88,7 @@ def test_a_rank_that_sleeps_for_ever_is_named(start, tmp_path):
 
 
 def test_sigterm_to_torchrun_saves(tmp_path, expected):
-    """Both ranks, in the middle of an epoch; the same command goes on from there."""
+    """Both ranks, in the middle of an epoch; the same command continues from there."""
     words = [*TORCHRUN, "--master-port", str(free_port()), TRAINING, str(tmp_path)]
     process = subprocess.Popen(
         [*words, "long"],

@@ -46,13 +46,13 @@ def test_exit_codes_and_reports_of_ranks_travel_to_the_launcher(net, shared):
     assert code == 75
     assert lines == [
         "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
-        "The same command goes on from there."
+        "The same command continues from there."
     ]
     code, lines, _ = ended(saving)  # after 5 s, and not two as after a failure
     assert code == 128 + signal.SIGTERM, lines
     assert lines == [
         "keras-dist: ended by SIGTERM; the ranks have saved, and the same command "
-        "goes on from there."
+        "continues from there."
     ]
     assert (folder / "saved.0").exists() and (folder / "saved.1").exists()
 
@@ -89,7 +89,7 @@ def test_nothing_is_left_where_a_command_or_the_launcher_is_killed(net, shared, 
         assert code == 255 and seconds < 15
         assert lines == [
             "keras-dist: the command on b has ended alone, or the connection to it was "
-            "lost: exit code 255. Those on the other hosts are ended."
+            "lost: exit code 255. The commands on the other hosts are ended."
         ]
     else:
         net.signal_command(process, signal.SIGKILL)

@@ -70,7 +70,7 @@ def test_all_hosts_end_and_say_why(net, shared):
         assert code == 128 + signal.SIGTERM
         assert lines == [
             "keras-dist: ended by SIGTERM on g; the ranks have saved, and the same "
-            "command goes on from there."
+            "command continues from there."
         ]
     assert (shared / "rdzv.save" / "saved.0").exists()
     assert (shared / "rdzv.save" / "saved.1").exists()
