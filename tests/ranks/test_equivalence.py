@@ -36,10 +36,11 @@ def usable(rows, world, batch_size):
         pytest.param(
             "sgd",
             True,
+            # Also in test_cases, test_sums and test_xla.
             marks=[
                 pytest.mark.several_ranks,
                 pytest.mark.three_ranks,
-                pytest.mark.slow_on_three,
+                pytest.mark.long,
             ],
         ),
     ],
