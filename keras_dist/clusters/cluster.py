@@ -1,9 +1,10 @@
 """What a launcher's class answers: whether it started this process, and its place."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -59,32 +60,24 @@ class Cluster(ABC):
         """
 
 
-def read_text(environ: Mapping[str, str], name: str, launcher: str) -> str:
-    """Return what a variable of a launcher holds.
-
-    Raises:
-        ValueError: If the variable is missing or empty.
-    """
-    return environ.get(name) or _complain(environ, name, launcher, "a value")
-
-
-def read_number(environ: Mapping[str, str], name: str, launcher: str) -> int:
-    """Return the number in a variable of a launcher.
+def read_text(
+    environ: Mapping[str, str], name: str, launcher: str, form: str = ".+"
+) -> str:
+    """Return what a variable of a launcher holds, in a form of `re`.
 
     Raises:
         ValueError: If the variable is missing, or holds something else.
     """
     value = environ.get(name, "")
-    if not value.isdecimal():
-        _complain(environ, name, launcher, "a number")
-    return int(value)
+    if not re.fullmatch(form, value):
+        raise ValueError(
+            f"{launcher} has not described this process completely. Received: "
+            f"{name}={value or 'nothing'}. Start all ranks by {launcher}, or unset its "
+            "other variables to train on one process."
+        )
+    return value
 
 
-def _complain(
-    environ: Mapping[str, str], name: str, launcher: str, needed: str
-) -> NoReturn:
-    raise ValueError(
-        f"{launcher} has not described this process completely. Received: "
-        f"{name}={environ.get(name) or 'nothing'}, where {needed} is needed. Start all "
-        f"ranks by {launcher}, or unset its other variables to train on one process."
-    )
+def read_number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+    """Return the number in a variable of a launcher; see `read_text`."""
+    return int(read_text(environ, name, launcher, r"\d+"))

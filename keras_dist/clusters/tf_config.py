@@ -8,9 +8,6 @@ from keras_dist.clusters.cluster import Cluster, Place
 
 _VARIABLE = "TF_CONFIG"
 
-# Roles of the first rank, and of the others.
-_CHIEFS, _WORKER = ("chief", "master"), "worker"
-
 
 class TfConfig(Cluster):
     """A cluster of workers, and of a chief where there is one, which is rank 0.
@@ -56,7 +53,7 @@ def _parse(text: str) -> tuple[dict[tuple[str, int], str], dict[str, Any]]:
         cluster, task = config.get("cluster", {}), config.get("task", {})
         workers = {
             (role, index): address
-            for role in (*_CHIEFS, _WORKER)
+            for role in ("chief", "master", "worker")  # the first rank comes first
             for index, address in enumerate(cluster.get(role, []))
         }
         task["index"] = int(task.get("index", 0))
