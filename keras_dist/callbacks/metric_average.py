@@ -42,7 +42,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        install(model).average_metrics()
+        install(model).averages = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         uninstall(self.model)

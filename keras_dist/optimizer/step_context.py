@@ -1,10 +1,10 @@
 """What a train step passes to `Optimizer.apply` through Keras's code."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -28,53 +28,6 @@ class LossKinds:
     gathered: frozenset[Site] = frozenset()
 
 
-class TrialRun(Protocol):
-    """One run of a step in its trial, which takes parts of one batch for ranks."""
-
-    def share(self, value: Any) -> Any:
-        """Return the value that the run of the whole batch had here."""
-
-    def gather(self, rows: Any, *, is_known: bool = False) -> Any:
-        """Return the rows of the whole batch; those of this run have a gradient."""
-
-    def note(self, site: Site, value: Any) -> None:
-        """Remember a number."""
-
-    def is_sum(self, site: Site) -> Any:
-        """Return a boolean scalar: whether `site` was found to be a sum."""
-
-    def choose(
-        self,
-        site: Site,
-        plain: Callable[[], Any],
-        gathered: Callable[[], Any],
-        inverse_fraction: Callable[[Any], Any],
-    ) -> Any:
-        """Compute a loss by what was found of it: from these rows, or from all."""
-
-
-def internal_variable(value: Any, **options: Any) -> tf.Variable:
-    """Make a variable of this package, which is no state of the model.
-
-    Args:
-        value: Its first value.
-        **options: See `tf.Variable`.
-    """
-    variable = tf.Variable(value, trainable=False, **options)
-    mark_internal(variable.handle)
-    return variable
-
-
-def mark_internal(handle: Any) -> None:
-    """Note on the handle of a variable that it belongs to this package."""
-    handle._keras_dist_is_internal = True
-
-
-def is_internal(handle: Any) -> bool:
-    """Return True for a handle that was given to `mark_internal`."""
-    return getattr(handle, "_keras_dist_is_internal", False)
-
-
 class StopRequest:
     """The stop request of one rank, until all ranks act on it after the same step.
 
@@ -93,8 +46,8 @@ class StopRequest:
     def __init__(self) -> None:
         # On the CPU, since it is read after each batch. Keras does not save it.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._own = internal_variable(0.0)
-            self._agreed = internal_variable(0.0)
+            self._own = tf.Variable(0.0, trainable=False)
+            self._agreed = tf.Variable(0.0, trainable=False)
         self.is_asked = False
         self.is_collective = False
 
@@ -169,7 +122,8 @@ class StepContext:
         weighted: States of the optimizers whose loss is multiplied by this rank's
             fraction of the rows.
         kinds: Which losses, logged numbers and gradients are sums over rows.
-        trial: The run of a trial, which communicates nothing; `None` in a real step.
+        trial: The run of a trial (`training.trial.TrialRun`), which communicates
+            nothing; `None` in a real step.
         passed: How many numbers and gradients have passed, of each kind.
         fractions: This rank's fraction of the rows, by graph.
     """
@@ -188,7 +142,7 @@ class StepContext:
     is_averaged: bool = False
     weighted: list[Any] = field(default_factory=list)
     kinds: LossKinds = LossKinds()
-    trial: TrialRun | None = None
+    trial: Any = None
     passed: dict[str, int] = field(default_factory=dict)
     fractions: dict[Any, Any] = field(default_factory=dict)
 
@@ -208,6 +162,11 @@ class StepContext:
                 total = self.total(rows, purpose="rows")
             self.fractions[graph] = rows / tf.cast(total, tf.float64)
         return tf.cast(self.fractions[graph], dtype)
+
+    def inverse_fraction(self, dtype: Any) -> Any:
+        """1 / `row_fraction`; 0 for a rank that has no rows."""
+        fraction = self.row_fraction(tf.float64)
+        return tf.cast(tf.math.divide_no_nan(tf.ones_like(fraction), fraction), dtype)
 
     def total(self, value: Any, *, purpose: str) -> Any:
         """Sum a tensor over all ranks, as `comm.total`; in a trial, over all parts."""

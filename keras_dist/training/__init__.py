@@ -6,7 +6,6 @@
 - `build`: build the model at its first batch, then call hooks
 - `losses`: this rank's part of each loss and logged number, as Keras's losses declare
 - `trial`: what else a step is of its rows, tried on the first batch; `check_split`
-- `first_batch`: read the first batch as numbers, before a step is traced
 - `rows`: losses over the rows of all ranks: `sum_over_rows`, `gather_rows`
 - `metrics/`: synchronize metrics; `saving`: save models once and whole
 - `same_values`: compare what has to be equal on all ranks

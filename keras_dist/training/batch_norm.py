@@ -17,13 +17,14 @@ def synchronize(model: Any) -> None:
     Keras synchronizes them only under `tf.distribute`. Under Horovod such a layer would
     silently normalize by the rows of its rank.
     """
-    for layer in synchronized_layers(model):
-        mixin.add(layer, GlobalMoments)
+    for layer in _layers(model):
+        if layer.synchronized:
+            mixin.add(layer, GlobalMoments)
 
 
 def desynchronize(model: Any) -> None:
     """Undo `synchronize`."""
-    for layer in synchronized_layers(model):
+    for layer in _layers(model):
         mixin.remove(layer, GlobalMoments)
 
 
@@ -45,16 +46,26 @@ class TriedMoments:
 @contextlib.contextmanager
 def share_moments(model: Any) -> Iterator[None]:
     """Context manager in which all `BatchNormalization` layers are `TriedMoments`."""
-    layers = [
-        layer
-        for layer in private.layers_of(model, include_self=False)
-        if isinstance(layer, keras.layers.BatchNormalization)
-    ]
     with contextlib.ExitStack() as stack:
-        for layer in layers:
-            mixin.add(layer, TriedMoments)
-            stack.callback(mixin.remove, layer, TriedMoments)
+        for layer in _layers(model):
+            stack.enter_context(mixin.use(layer, TriedMoments))
         yield
+
+
+def explain_unsynchronized(model: Any) -> str:
+    """Return a sentence about layers that normalize by the rows of one rank, or ""."""
+    names = [
+        layer.name
+        for layer in _layers(model)
+        if layer.trainable
+        and not (layer.synchronized or isinstance(layer, GlobalMoments))
+    ]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: each rank normalizes by the rows of its own batch, which "
+        "is not in these numbers; `synchronized=True` normalizes by all rows. "
+    )
 
 
 class GlobalMoments:
@@ -84,14 +95,10 @@ class GlobalMoments:
         )
 
 
-def synchronized_layers(model: Any) -> list[Any]:
-    """List the layers that need the statistics of all rows of the global batch."""
-    return [
-        layer
-        for layer in private.layers_of(model, include_self=False)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and getattr(layer, "synchronized", False)
-    ]
+def _layers(model: Any) -> list[Any]:
+    layers = private.layers_of(model, include_self=False)
+    kind = keras.layers.BatchNormalization
+    return [layer for layer in layers if isinstance(layer, kind)]
 
 
 def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:

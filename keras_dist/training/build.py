@@ -1,6 +1,7 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,11 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.data.draws import preserve_generators
+from keras_dist.data.pipeline import as_untuned
 from keras_dist.lines import warn
 from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
 from keras_dist.training import batch_norm
-from keras_dist.training.remember import (
-    list_variables,
-    preserve_variables,
-)
+from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.session import Session
 
 # Builds a model; raises an error if it cannot.
@@ -64,12 +63,8 @@ def build(model: Any, step: OwnStep) -> None:
     Raises:
         Exception: What the user's train step raises, if it had to be run once.
     """
-    before = _num_unbuilt(model)
     errors = []
     for method in _methods(model, step):
-        is_begun = _num_unbuilt(model) < before
-        if method is _by_keras and step.is_eager and step.is_of_user and is_begun:
-            continue  # what is left is not built by calling the model, either
         try:
             method(model, step)
         except Exception as error:
@@ -86,7 +81,7 @@ def build(model: Any, step: OwnStep) -> None:
 
 
 def holds_unbuilt_optimizers(model: Any) -> bool:
-    """Tell whether an optimizer may make others inside only when it is built."""
+    """Return True if an optimizer may make others inside only when it is built."""
     return any(
         hasattr(part, "optimizers")
         for found in optimizers_of(model)
@@ -96,12 +91,12 @@ def holds_unbuilt_optimizers(model: Any) -> bool:
 
 def _methods(model: Any, step: OwnStep) -> list[Method]:
     """List ways to build the model: the next is tried where one raises an error."""
-    methods: list[Method] = [_by_tracing, _by_keras]
+    by_step: Method = _by_running if step.is_eager else _by_tracing
     if not step.is_of_user:
-        methods = [_by_keras, _by_tracing]
-    elif _is_complete(model) or (step.is_eager and not _num_unbuilt(model)):
-        return [_by_keras]  # runs no Python of the user's step
-    return [*methods, _by_running] if step.is_eager else methods
+        return [_by_keras, by_step]
+    if step.is_eager:
+        return [by_step] if _num_unbuilt(model) else [_by_keras]
+    return [_by_keras] if _is_complete(model) else [by_step, _by_keras]
 
 
 def _num_unbuilt(model: Any) -> int:
@@ -114,7 +109,7 @@ def _num_unbuilt(model: Any) -> int:
 
 
 def _is_complete(model: Any) -> bool:
-    """Tell whether all layers, compiled metrics and optimizers have their variables."""
+    """Return True if layers, compiled metrics and optimizers have their variables."""
     found = [*model.metrics, *optimizers_of(model)]
     return not _num_unbuilt(model) and all(getattr(f, "built", True) for f in found)
 
@@ -250,3 +245,47 @@ def _call_hooks(model: Any, session: Session) -> None:
         hook()
     if comm.size() > 1:
         session.traced.noise.prepare()
+
+
+def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:
+    """Read the first batches as numbers, and return an iterator that has them again.
+
+    Keras's loop gives the train function an iterator, which it reads inside of a graph.
+
+    Args:
+        iterator: The iterator.
+        count: How many batches to read: those of one call.
+    """
+    batches = list(itertools.islice(iterator, count))
+    if batches:
+        iterator = _prepend(batches, iterator)
+    return [keras.tree.map_structure(_none_or_leaf, b) for b in batches], iterator
+
+
+def _none_or_leaf(leaf: Any) -> Any:
+    # What Keras's adapters have in place of `None` in a data set.
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
+def _prepend(batches: list[Any], iterator: Any) -> Any:
+    """Return an iterator with the batches for one call, of the same kind."""
+    if not isinstance(iterator, tf.data.Iterator):
+        return itertools.chain(batches, iterator)
+    spec = iterator.element_spec
+    dataset = tf.data.Dataset.from_tensors(batches[0])
+    for batch in batches[1:]:
+        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
+    # With the lengths that the data's own spec leaves open: else the step was traced
+    # once more.
+    return iter(as_untuned(dataset.map(lambda *batch: _relax(batch, spec))))
+
+
+def _relax(batch: tuple[Any, ...], spec: Any) -> Any:
+    batch = batch if isinstance(spec, tuple) else batch[0]
+
+    def relax(own: Any, leaf: Any) -> Any:
+        if not isinstance(own, tf.TensorSpec):
+            return leaf
+        return tf.compat.v1.placeholder_with_default(leaf, own.shape)
+
+    return tf.nest.map_structure(relax, spec, batch)

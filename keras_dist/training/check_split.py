@@ -1,15 +1,23 @@
 """`check_split`: would several ranks train this model as one process does?"""
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist import private
 from keras_dist.optimizer import attached, optimizers_of
-from keras_dist.training import build, install, losses, state_trial, step, trial
+from keras_dist.training import (
+    batch_norm,
+    build,
+    install,
+    losses,
+    state_trial,
+    step,
+    trial,
+)
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,8 @@ def check_split(
         lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf),
         keras.utils.pack_x_y_sample_weight(x, y, sample_weight),
     )
-    reason = trial.explain_untriable(data)
-    found: Any = reason
-    if not reason:
+    found = trial.Trial(reason=trial.explain_untriable(data))
+    if not found.reason:
         session = install.install(model)
         with contextlib.ExitStack() as stack:
             stack.callback(install.uninstall, model, is_over=True)
@@ -82,24 +89,12 @@ def check_split(
             build.start(model, session, data, own_step, is_eager=model.run_eagerly)
             for optimizer in optimizers_of(model):
                 stack.enter_context(attached(optimizer))
-            split = losses.split_step(model, own_step, step.DistributedStep)
-            found = trial.find_kinds(model, split, data)
-    if isinstance(found, str):
-        raise ValueError(f"`check_split` cannot try this train step: {found}.")
-    kinds = tuple(kind or "mean" for kind, _ in found.verdicts)
-    notes = (*_notes(model), *state_trial.describe(found.states))
-    return Split(kinds, dict(sorted(found.weights.items())), notes)
-
-
-def _notes(model: Any) -> tuple[str, ...]:
-    layers = [
-        layer.name
-        for layer in private.layers_of(model, include_self=False)
-        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
-    ]
-    if not layers:
-        return ()
-    return (
-        f"{', '.join(layers)}: each rank would normalize by the rows of its own batch, "
-        "which is not in these numbers; `synchronized=True` normalizes by all rows.",
-    )
+            split = functools.partial(losses.split_step, model, own_step)
+            found = trial.try_alone(model, split, data)
+    if found.reason:
+        raise ValueError(f"`check_split` cannot try this train step: {found.reason}.")
+    kinds = tuple(kind or "mean" for kind, _ in found.updates)
+    notes = [batch_norm.explain_unsynchronized(model).strip()]
+    notes += state_trial.describe(found.states)
+    weights = dict(sorted(found.weights.items()))
+    return Split(kinds, weights, tuple(filter(None, notes)))

@@ -143,7 +143,7 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
         session.is_marked,
         session.feed is not None and session.feed.is_strided,
     )
-    function = session.traced.train_function(session.options)
+    function = session.traced.find_train_function(session.options)
     session.is_traced = all(comm.gather(function is not None))
     if session.is_traced:
         model.train_function = function

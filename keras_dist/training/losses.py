@@ -17,9 +17,9 @@ Only objects of one model are changed, while its step runs or is traced.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import keras
@@ -46,18 +46,17 @@ def num_rows(data: Any) -> Any:
     return 1
 
 
-def is_declared(model: Any, ours: type) -> bool:
+def is_declared(model: Any) -> bool:
     """Return True if Keras's code alone computes what a step differentiates and logs.
 
     Args:
         model: A compiled model.
-        ours: The mixin of this package, whose methods are ignored.
     """
     methods = ("call", "compute_loss", "train_step")
     layers = private.layers_of(model, include_self=False)
     compiled, losses = private.compiled_parts(model)[0], private.compiled_losses(model)
     return (
-        all(is_keras_method(model, name, ours) for name in methods)
+        all(is_keras_method(model, name) for name in methods)
         and (compiled is None or bool(losses))
         and all(type(layer).__module__.startswith("keras.") for layer in layers)
         and (
@@ -69,16 +68,14 @@ def is_declared(model: Any, ours: type) -> bool:
     )
 
 
-def is_keras_method(owner: Any, name: str, ours: type) -> bool:
+def is_keras_method(owner: Any, name: str) -> bool:
     """Return True if a class of Keras defines a method of an object.
 
-    Args:
-        owner: The object.
-        name: The name of the method.
-        ours: A mixin of this package, which is ignored.
+    Mixins of this package, which call it, are ignored.
     """
-    defining = (c for c in type(owner).__mro__ if name in vars(c) and c is not ours)
-    return next(defining, object).__module__.startswith("keras.")
+    modules = [cls.__module__ for cls in type(owner).__mro__ if name in vars(cls)]
+    modules = [name for name in modules if not name.startswith("keras_dist.")]
+    return bool(modules) and modules[0].startswith("keras.")
 
 
 def declared_kind(loss: Any) -> str | None:
@@ -103,23 +100,19 @@ def declared_kind(loss: Any) -> str | None:
 
 
 def split_step(
-    model: Any,
-    step: Callable[[Any], Any],
-    ours: type,
-    kinds: step_context.LossKinds | None = None,
+    model: Any, step: Callable[[Any], Any], kinds: step_context.LossKinds
 ) -> Callable[[Any], Any]:
     """Return a step whose losses and logs are this rank's parts of the global batch.
 
     Args:
         model: The model.
         step: Its own `train_step`.
-        ours: The mixin of this package, whose methods are ignored.
-        kinds: What the trial of the step found; by default, that all is a mean.
+        kinds: What the trial of the step found.
     """
-    is_logged = not is_keras_method(model, "train_step", ours)
+    is_logged = not is_keras_method(model, "train_step")
 
     def run(data: Any) -> Any:
-        with _take_parts(model, kinds or step_context.LossKinds()):
+        with _take_parts(model, kinds):
             logs = step(data)
             if is_logged:
                 logs = keras.tree.map_structure(lambda v: weigh("log", v), logs)
@@ -142,9 +135,9 @@ def _take_parts(model: Any, kinds: step_context.LossKinds) -> Iterator[None]:
         stack.enter_context(step_context.entered(context))
         for metric in stateful_metrics(model.metrics):
             if isinstance(metric, keras.metrics.Mean):
-                _add(stack, metric, PartOfMean)
+                stack.enter_context(mixin.use(metric, PartOfMean))
         if compiled is not None:
-            _add(stack, compiled, AddsParts)
+            stack.enter_context(mixin.use(compiled, AddsParts))
             stack.callback(_remove_from_losses, model)
             for loss in private.compiled_losses(model):
                 mixin.add(loss, PartOfLoss)
@@ -164,11 +157,14 @@ def weigh(level: str, value: Any) -> Any:
     site = context.next_site(level)
     if context.trial is not None:
         context.trial.note(site, value)
-        is_sum = context.trial.is_sum(site)
-        return value * tf.where(is_sum, _inverse_fraction(value.dtype), 1)
-    if site not in context.kinds.sums:
-        return value
-    return value * _inverse_fraction(value.dtype)
+    return _multiply(site, value)
+
+
+def _multiply(site: step_context.Site, value: Any) -> Any:
+    """Return a number, / fᵣ if it was found to be a sum."""
+    context = step_context.current()
+    is_sum = site in context.kinds.sums
+    return value * context.inverse_fraction(value.dtype) if is_sum else value
 
 
 def is_number(value: Any) -> bool:
@@ -208,7 +204,7 @@ class PartOfLoss:
             value = plain(y_true, y_pred, sample_weight)
             masks = [private.mask_of(y_pred), self.__dict__.pop("_values_mask", None)]
             if kind is not None and self.reduction == "sum":
-                return value * _inverse_fraction(value.dtype)
+                return value * context.inverse_fraction(value.dtype)
             return value * _part(self.reduction, masks, sample_weight, value.dtype)
 
         if kind == "reduction":
@@ -297,53 +293,36 @@ def _choose(
         gathered: Computes it from the rows of all ranks; `None` if it cannot.
     """
     context = step_context.current()
+    value, is_gathered = None, site in context.kinds.gathered
     if context.trial is not None:
-        return context.trial.choose(site, plain, gathered, _inverse_fraction)
-    if site in context.kinds.gathered:
+        every, value = context.trial.gather_loss(site, gathered), plain()
+        if is_number(value):
+            context.trial.note(site, value)
+        return every if is_gathered else _multiply(site, value)
+    if is_gathered:
         value = gathered()
-        return plain() if value is None else value
-    value = plain()
-    is_sum = site in context.kinds.sums
-    return value * _inverse_fraction(value.dtype) if is_sum else value
+    return _multiply(site, plain()) if value is None else value
 
 
 def _part(reduction: str, masks: list[Any], sample_weight: Any, dtype: Any) -> Any:
     """Return the factor of a mean of which a mask or weights change the divisor."""
-    mask = None
-    for found in masks:
-        if found is not None:
-            found = tf.cast(found, tf.bool)
-            mask = found if mask is None else mask & found
+    known = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     divisor = None
-    if reduction == "mean_with_sample_weight":
-        if sample_weight is not None:
-            divisor = tf.cast(sample_weight, tf.float64)
-            if mask is not None:
-                mask = tf.cast(tf.reshape(mask, tf.shape(divisor)), tf.float64)
-                divisor *= mask
-        elif mask is not None:
-            divisor = tf.cast(mask, tf.float64)
-    elif reduction in ("sum_over_batch_size", "mean") and mask is not None:
-        divisor = tf.cast(mask, tf.float64)
-    if divisor is None:
+    if known:
+        divisor = tf.cast(functools.reduce(tf.logical_and, known), tf.float64)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weights = tf.cast(sample_weight, tf.float64)
+        if divisor is not None:
+            weights *= tf.reshape(divisor, tf.shape(weights))
+        divisor = weights
+    is_mean = reduction in ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+    if divisor is None or not is_mean:
         return 1
     context = step_context.current()
     own = context.counted(tf.reduce_sum(divisor))
     part = tf.math.divide_no_nan(own, context.total(own, purpose="divisors"))
     fraction = context.row_fraction(tf.float64)
     return tf.cast(tf.math.divide_no_nan(part, fraction), dtype)
-
-
-def _inverse_fraction(dtype: Any) -> Any:
-    """1 / this rank's fraction of the rows; 0 for a rank that has none."""
-    fraction = step_context.current().row_fraction(tf.float64)
-    one = tf.ones((), tf.float64)
-    return tf.cast(tf.math.divide_no_nan(one, fraction), dtype)
-
-
-def _add(stack: contextlib.ExitStack, target: Any, added: type) -> None:
-    mixin.add(target, added)
-    stack.callback(mixin.remove, target, added)
 
 
 def _remove_from_losses(model: Any) -> None:
@@ -358,7 +337,7 @@ def _is_keras_metric(metric: Any) -> bool:
     return all(module.startswith("keras.") for module in modules)
 
 
-@cache
+@functools.cache
 def _divides_activity() -> bool:
     """Return True if Keras divides activity regularizers by rows: from 3.14 on."""
     layer = keras.layers.ActivityRegularization(l1=1.0)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import keras
 
 from keras_dist import comm, private
-from keras_dist.optimizer.step_context import mark_internal
 
 _GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
@@ -28,7 +27,6 @@ class OwnNoise:
         if self._seed is None:
             self._seed = _draw_seed()
             self._generator = keras.random.SeedGenerator(self._seed)
-            mark_internal(self._generator.state.value.handle)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:

@@ -56,8 +56,7 @@ def sum_over_rows(loss: Any) -> Any:
     context = _communicating_context()
     if context is None:
         return loss
-    factor = _inverse(context.row_fraction(tf.float64))
-    return loss * tf.cast(factor, loss.dtype)
+    return loss * context.inverse_fraction(loss.dtype)
 
 
 def weighted_mean(values: Any, weights: Any) -> Any:
@@ -108,8 +107,7 @@ def weighted_mean(values: Any, weights: Any) -> Any:
     mean = tf.math.divide_no_nan(total[0], total[1])
     # Its gradient is that of the quotient of both sums: of the weights, too.
     part = numerator - mean * (divisor - tf.stop_gradient(divisor))
-    factor = _inverse(context.row_fraction(tf.float64))
-    part *= tf.cast(factor, part.dtype)
+    part *= context.inverse_fraction(part.dtype)
     return tf.cast(tf.math.divide_no_nan(part, total[1]), narrow)
 
 
@@ -140,12 +138,11 @@ def gather_rows(z: Any) -> Any:
     context = _communicating_context("gather_rows")
     if context is None:
         return z
-    batch = GlobalBatch(context)
-
-    def gather(leaf: Any) -> Any:
-        return batch.gather(_check_rows(tf.convert_to_tensor(leaf), context))
-
-    return keras.tree.map_structure(gather, z)
+    leaves = [
+        _check_rows(tf.convert_to_tensor(leaf), context)
+        for leaf in keras.tree.flatten(z)
+    ]
+    return keras.tree.pack_sequence_as(z, _gather_tensors(leaves, context))
 
 
 def gather_loss(
@@ -185,77 +182,69 @@ def gather_loss(
                 f"own rows, and the ranks average it. Received: {reason}."
             )
         return None
-    batch = GlobalBatch(context, is_shared=True)
 
-    def gather(leaf: Any) -> Any:
-        return batch.gather(leaf) if leaf is not None and leaf.shape.rank else leaf
+    def has_rows(leaf: Any) -> bool:
+        return leaf is not None and leaf.shape.rank > 0
 
-    y_true, y_pred, sample_weight, masks = keras.tree.map_structure(gather, pieces)
+    gathered = iter(
+        _gather_tensors(list(filter(has_rows, tensors)), context, is_shared=True)
+    )
+    y_true, y_pred, sample_weight, masks = keras.tree.map_structure(
+        lambda leaf: next(gathered) if has_rows(leaf) else leaf, pieces
+    )
     keras.tree.map_structure(private.set_mask, y_pred, masks)
     return compute(y_true, y_pred, sample_weight)
 
 
-class GlobalBatch:
-    """Gathers rows of all ranks into the order in which one process reads them.
+def _gather_tensors(
+    tensors: list[Any], context: step_context.StepContext, *, is_shared: bool = False
+) -> list[Any]:
+    """Return the rows of all ranks in the order in which one process reads them.
 
     Args:
+        tensors: Tensors with the rows of this rank, to which gradients go.
         context: The train step's.
         is_shared: Whether all ranks compute the same loss, of gathered rows alone. Then
             the gradient of this rank's rows is known here, without a collective.
     """
+    if context.trial is not None:
+        return [context.trial.gather(t, is_known=is_shared) for t in tensors]
+    count = tf.shape(_counted(tensors[0], context))[:1]
+    counts = comm.gather_rows(count, name=comm.name_of("row_counts"))
+    ranks = tf.repeat(tf.range(comm.size()), counts)
+    order = tf.range(tf.size(ranks))
+    if context.is_strided:
+        number = order - tf.gather(tf.cumsum(counts, exclusive=True), ranks)
+        order = tf.argsort(number * comm.size() + ranks)
+    places = tf.where(tf.equal(tf.gather(ranks, order), comm.rank()))[:, 0]
 
-    def __init__(
-        self, context: step_context.StepContext, *, is_shared: bool = False
-    ) -> None:
-        self._context = context
-        self._is_shared = is_shared
-        self._order: Any = None
-        self._places: Any = None
-
-    def gather(self, tensor: Any) -> Any:
-        """Return the rows of all ranks of a tensor; the gradient goes to its own."""
-        if self._context.trial is not None:
-            return self._context.trial.gather(tensor, is_known=self._is_shared)
-        if self._order is None:
-            self._set_order(tensor)
-        if not tensor.dtype.is_floating:
-            return self._gather(tensor)
-
-        @tf.custom_gradient
-        def gather(tensor: Any) -> Any:
-            return self._gather(tensor), lambda upstream: self._own(upstream, tensor)
-
-        return gather(tensor)
-
-    def _gather(self, tensor: Any) -> Any:
+    def gather(tensor: Any) -> Any:
         name = comm.name_of("gathered_rows")
-        rows = comm.gather_rows(_counted(tensor, self._context), name=name)
-        return tf.gather(tf.ensure_shape(rows, [None, *tensor.shape[1:]]), self._order)
+        rows = comm.gather_rows(_counted(tensor, context), name=name)
+        return tf.gather(tf.ensure_shape(rows, [None, *tensor.shape[1:]]), order)
 
-    def _own(self, upstream: Any, tensor: Any) -> Any:
+    def take_local(upstream: Any, length: Any) -> Any:
         """Return the gradient of this rank's rows, to be weighted by its fraction."""
         upstream = tf.convert_to_tensor(upstream)
-        fraction = self._context.row_fraction(tf.float64)
-        if not self._is_shared:
-            upstream *= tf.cast(fraction, upstream.dtype)
+        if not is_shared:
+            upstream *= context.row_fraction(upstream.dtype)
             upstream = comm.total(upstream, purpose="gathered_gradients")
-        own = tf.gather(upstream, self._places)
-        own *= tf.cast(_inverse(fraction), own.dtype)
-        if self._context.has_rows is None:
-            return own
-        left = tf.shape(tensor)[0] - tf.shape(own)[0]  # of a copied batch
-        return tf.pad(own, [[0, left], *[[0, 0]] * (own.shape.rank - 1)])
+        local = tf.gather(upstream, places)
+        local *= context.inverse_fraction(local.dtype)
+        if context.has_rows is None:
+            return local
+        left = length - tf.shape(local)[0]  # of a copied batch
+        return tf.pad(local, [[0, left], *[[0, 0]] * (local.shape.rank - 1)])
 
-    def _set_order(self, tensor: Any) -> None:
-        count = tf.shape(_counted(tensor, self._context))[:1]
-        counts = comm.gather_rows(count, name=comm.name_of("row_counts"))
-        ranks = tf.repeat(tf.range(comm.size()), counts)
-        self._order = tf.range(tf.size(ranks))
-        if self._context.is_strided:
-            number = self._order - tf.gather(tf.cumsum(counts, exclusive=True), ranks)
-            self._order = tf.argsort(number * comm.size() + ranks)
-        is_own = tf.equal(tf.gather(ranks, self._order), comm.rank())
-        self._places = tf.where(is_own)[:, 0]
+    @tf.custom_gradient
+    def gather_differentiable(tensor: Any) -> Any:
+        length = tf.shape(tensor)[0]
+        return gather(tensor), lambda upstream: take_local(upstream, length)
+
+    return [
+        gather_differentiable(tensor) if tensor.dtype.is_floating else gather(tensor)
+        for tensor in tensors
+    ]
 
 
 def _counted(tensor: Any, context: step_context.StepContext) -> Any:
@@ -301,7 +290,7 @@ def _why_not_gathered(
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return f"targets and predictions of the shapes {shapes}"
     limit = _most_mib()
-    mib = sum(map(_row_bytes, tensors)) * (context.global_rows or 0) / 2**20
+    mib = sum(map(row_bytes, tensors)) * (context.global_rows or 0) / 2**20
     if mib > limit:
         return (
             f"{mib:.1f} MiB of targets and predictions in a step, of which at most "
@@ -310,7 +299,7 @@ def _why_not_gathered(
     return None
 
 
-def _row_bytes(tensor: Any) -> int:
+def row_bytes(tensor: Any) -> int:
     """Count the bytes in which a row is sent."""
     shape, dtype = tensor.shape, tensor.dtype
     width = max(4, dtype.size) if dtype.is_floating or dtype == tf.int32 else 8
@@ -351,8 +340,3 @@ def _communicating_context(caller: str = "") -> step_context.StepContext | None:
             f"`{caller}` communicates with the other ranks, which XLA cannot compile"
         )
     return context
-
-
-def _inverse(fraction: Any) -> Any:
-    """1 / a rank's fraction of the rows; 0 for a rank that has none."""
-    return tf.math.divide_no_nan(tf.ones((), fraction.dtype), fraction)

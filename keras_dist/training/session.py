@@ -11,7 +11,6 @@ from keras_dist import comm, private
 from keras_dist.data.feed import Feed, own_error
 from keras_dist.errors import is_known
 from keras_dist.optimizer import StopRequest, step_context
-from keras_dist.optimizer.step_context import internal_variable
 from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.noise import OwnNoise
 from keras_dist.training.trial import Trial
@@ -20,7 +19,7 @@ from keras_dist.training.trial import Trial
 def _counter(value: Any) -> tf.Variable:
     # Made outside of any graph. Keras does not track it, or it would be saved.
     with tf.init_scope():
-        return internal_variable(value, dtype=tf.int64)
+        return tf.Variable(value, trainable=False, dtype=tf.int64)
 
 
 class TracedFunctions:
@@ -36,9 +35,9 @@ class TracedFunctions:
             allreduce between them.
         rows_trained: Rows that this rank has trained on in this epoch.
         rows_seen: Since the metrics were reset: batches, rows, rows of the last batch.
-        trial: What the trial of the step found, since the model was compiled.
+        trial: What the trial of the step found, since the model was compiled; `None`
+            if it has to be tried.
         global_rows: Rows of all ranks in the first step that was traced.
-        is_changed: Whether the step has to be tried again: compiled in a fit.
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
         stop_request: This rank's stop request, and whether all ranks have agreed.
@@ -50,7 +49,6 @@ class TracedFunctions:
         self.is_split = False
         self.trial: Trial | None = None
         self.global_rows: int | None = None
-        self.is_changed = False
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
         self.position, self._steps = _counter([0, 0, 0]), _counter(0)
         self.stop_request, self.noise = StopRequest(), OwnNoise()
@@ -76,19 +74,7 @@ class TracedFunctions:
         """Count a step of this fit, and return its number; in a graph or not."""
         return self._steps.assign_add(1, read_value=True)
 
-    def split(self, is_split: bool) -> None:
-        """Set whether XLA compiles parts of a step."""
-        self.is_split = is_split
-
-    def use_trial(self, trial: Trial, *, global_rows: int) -> None:
-        """Set what the steps are traced with."""
-        self.trial, self.global_rows, self.is_changed = trial, global_rows, False
-
-    def forget_trial(self) -> None:
-        """Note that the model was compiled again in the middle of a fit."""
-        self.trial, self.is_changed = None, True
-
-    def train_function(self, options: Any) -> Any:
+    def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
         return self._functions[0] if self.options == options else None
 
@@ -136,13 +122,6 @@ class Evaluation:
 
     is_of_all: bool = True
     has_rows: bool = True
-
-    @classmethod
-    def on(cls, feed: Feed | None) -> "Evaluation":
-        """Return an evaluation of all ranks on the data of a feed."""
-        if feed is None:
-            return cls()
-        return cls(has_rows=feed.adapter.has_rows)
 
 
 # That of a callback, which may run on one rank only.
@@ -212,12 +191,12 @@ class Session:
 
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""
-        self.feed, self.validation = training, Evaluation.on(validation)
-        self.feeds = (training,) if validation is None else (training, validation)
+        self.feed, self.feeds = training, (training,)
+        if validation is not None:
+            self.feeds += (validation,)
+            self.validation = Evaluation(has_rows=validation.adapter.has_rows)
         if training.division is not None:
-            self._set_position(training.division.begin)
-
-    # Before the first step
+            self._set_position(training.division, training.division.begin)
 
     def call_at_start(self, hook: Callable[[], None], *, index: int = -1) -> None:
         """Add a hook, unless it is there already.
@@ -229,20 +208,16 @@ class Session:
         if hook not in self.hooks:
             self.hooks.insert(len(self.hooks) if index < 0 else index, hook)
 
-    # Rows
-
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the position of the next step, begin an epoch."""
         assert self.feed is not None  # set before the first epoch
-        step, division = self.feed.begin_epoch(epoch), self.feed.division
-        if division is not None:
-            self._set_position(division.span(step)[1])
+        step = self.feed.begin_epoch(epoch)
+        if self.feed.division is not None:
+            self._set_position(self.feed.division, self.feed.division.span(step)[1])
 
-    def _set_position(self, begin: int) -> None:
-        division = self.feed.division if self.feed else None
-        if division is not None:
-            position = begin, division.total, division.global_batch
-            self.traced.position.assign(position)
+    def _set_position(self, division: Any, begin: int) -> None:
+        position = begin, division.total, division.global_batch
+        self.traced.position.assign(position)
 
     @property
     def knows_rows(self) -> bool:
@@ -337,17 +312,11 @@ class Session:
         """Rows of this epoch, without restored ones."""
         return self.rows_trained - self.rows_restored
 
-    # Results over all ranks
-
     def is_of_all(self) -> bool:
         """Return True if a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self.averages:
             return False
         return self.evaluation is None or self.evaluation.is_of_all
-
-    def average_metrics(self) -> None:
-        """From now on, sum the state of metrics over all ranks."""
-        self.averages = True
 
     def end_steps(self) -> None:
         """Note that Keras's loop has its result over all ranks.
@@ -379,7 +348,8 @@ class Session:
         """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
         before = self.averages, self.evaluation, self.next_evaluation, self.feeds
         self.averages, self.evaluation = True, None
-        self.next_evaluation, self.feeds = Evaluation.on(feed), (*self.feeds, feed)
+        self.next_evaluation = Evaluation(has_rows=feed.adapter.has_rows)
+        self.feeds = (*self.feeds, feed)
         try:
             yield
         finally:

@@ -16,18 +16,15 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.lines import warn
-from keras_dist.optimizer.step_context import is_internal
 from keras_dist.training.metrics import merges, rule_of, stateful_metrics
-from keras_dist.training.remember import list_variables, preserve_variables
+from keras_dist.training.remember import preserve_variables
 
-# Values of variables after a run, by the variable's id.
-State = Mapping[int, np.ndarray]
+# Values of variables after a run, by the variable's id. A tensor and a variable that
+# keeps its value share their memory.
+State = Mapping[int, tf.Tensor]
 
 # Equal but for the rounding of float32.
 _TOLERANCE = 2e-3
-
-# Operations that leave a variable as it is.
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 
 _ADVICE = {
     "metric": "Metrics whose state does not add up over the ranks: {}. Sum over rows "
@@ -80,45 +77,31 @@ def compare_states(
     ]
 
 
-def list_watched_variables(model: Any, graph: Any) -> list[Any]:
-    """List the variables whose values after a run `compare_states` needs.
-
-    Args:
-        model: The model.
-        graph: The graph of its step, in which those that it only reads can be seen: a
-            copy of all frozen weights would need much memory. `None` without a graph.
-    """
+def read_state(model: Any) -> State:
+    """Return the values of metrics, and of weights that no gradient changes."""
     metrics = stateful_metrics(model.metrics)
     variables = [variable for metric in metrics for variable in metric.variables]
     variables += model.non_trainable_weights
-    if graph is None:
-        return variables
-    changed = _find_changed(graph, or_passed_on=True)
-    return [v for v in variables if id(_handle(v)) in changed]
+    return {id(variable): tf.identity(variable) for variable in variables}
 
 
-def find_stray_variables(model: Any, graph: Any) -> list[StateDifference]:
-    """Return the variables that a traced step changes and the model does not keep.
+def differs(variable: Any, value: tf.Tensor) -> bool:
+    """Return True if a variable has another value now, or another shape."""
+    current = tf.identity(variable)
+    is_other = current.shape != value.shape
+    return is_other or bool(tf.reduce_any(tf.not_equal(current, value)))
 
-    Changes in a branch or in a loop of the graph are not seen.
 
-    Args:
-        model: The model whose train step was traced.
-        graph: The graph of the step.
-    """
-    known = {id(_handle(variable)) for variable in list_variables(model)}
+def name_strays(model: Any, variables: Sequence[Any]) -> list[StateDifference]:
+    """Return the variables that a step has changed and the model does not keep."""
     names = {
-        id(value.handle): f"{layer.name}.{name}"
+        id(value): f"{layer.name}.{name}"
         for layer in private.layers_of(model)
         for name, value in vars(layer).items()
         if isinstance(value, tf.Variable)
     }
-    changed = _find_changed(graph)
-    return [
-        StateDifference("variable", names.get(handle, f"the one of {op_name}"))
-        for handle, op_name in changed.items()
-        if handle not in known
-    ]
+    named = (names.get(id(variable), variable.name) for variable in variables)
+    return [StateDifference("variable", name) for name in named]
 
 
 def describe(differences: Sequence[StateDifference]) -> list[str]:
@@ -151,11 +134,9 @@ def _compare_metrics(
     differences = []
     for metric in stateful_metrics(model.metrics):
         variables = metric.variables
-        if not any(id(variable) in whole for variable in variables):
-            continue
         before = [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
         expected_state, *states = (
-            [state.get(id(v), b) for v, b in zip(variables, before, strict=True)]
+            [state[id(variable)].numpy() for variable in variables]
             for state in (whole, *parts)
         )
         with preserve_variables(variables):
@@ -189,13 +170,13 @@ def _compare_weights(
         for variable in layer.variables
     }
     for variable in model.non_trainable_weights:
-        if id(variable) in normalized or id(variable) not in whole:
+        states = [state[id(variable)] for state in (whole, *parts)]
+        has_changed = any(differs(variable, state) for state in states)
+        if id(variable) in normalized or not has_changed:
             continue
         before = keras.ops.convert_to_numpy(variable)
-        after = [state.get(id(variable), before) for state in (whole, *parts)]
-        if before.dtype.kind not in "fiu" or all(
-            np.array_equal(before, value) for value in after
-        ):
+        after = [state.numpy() for state in states]
+        if before.dtype.kind not in "fiu":
             continue
         rule = rule_of(variable)
         if rule == "mean" and before.dtype.kind != "f":
@@ -250,50 +231,3 @@ def _largest_difference(expected: Any, found: Any) -> tuple[float, float] | None
     if gaps[worst] <= _TOLERANCE * scale:
         return None
     return float(one[worst]), float(other[worst])
-
-
-def _find_changed(graph: Any, *, or_passed_on: bool = False) -> dict[int, str]:
-    """Find the variables that the operations of a graph change.
-
-    Args:
-        graph: A graph.
-        or_passed_on: Whether to count variables that a function or a branch inside of
-            it gets, which may change them.
-
-    Returns:
-        The name of an operation by the id of the variable's handle, outside of graphs.
-    """
-    handles = _map_handles(graph)
-    changed = {}
-    for op in graph.get_operations():
-        is_change = op.type.startswith(("Assign", "ResourceScatter"))
-        if is_change and _is_seed(op.inputs[-1]):
-            continue  # each rank draws its own random numbers
-        if is_change or (or_passed_on and op.type not in _READS):
-            for tensor in op.inputs:
-                handle = handles.get(id(tensor))
-                if handle is not None and not is_internal(handle):
-                    changed[id(handle)] = op.name
-    return changed
-
-
-def _is_seed(value: Any) -> bool:
-    """Return True for the next state of a generator of Keras."""
-    return value.dtype == tf.int64 and value.shape.as_list() == [2]
-
-
-def _handle(variable: Any) -> Any:
-    return getattr(getattr(variable, "value", variable), "handle", None)
-
-
-def _map_handles(graph: Any) -> dict[int, Any]:
-    """Map each tensor that stands for a handle to the handle outside of any graph."""
-    outer = getattr(graph, "outer_graph", None)
-    outside = {} if outer is None else _map_handles(outer)
-    found = {}
-    for handle, inner in getattr(graph, "captures", ()):
-        if handle.dtype == tf.resource:
-            origin = outside.get(id(handle), handle)
-            if hasattr(origin, "numpy"):
-                found[id(inner)] = origin
-    return found

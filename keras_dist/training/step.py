@@ -1,17 +1,9 @@
-"""The train step on many ranks, in stages.
-
-1. *Rows that count*: how many rows this rank has, and all ranks have, in this step
-2. *Building and first copy*: once, before the first step (`build.start`)
-3. *Losses*: each becomes this rank's part of that of the global batch
-4. *Gradients*: by the model's own step; XLA may compile it (`recorded_step`)
-5. *Exchange*: in `apply` of the outermost optimizer (`optimizer.reduce`)
-6. *Update*: by Keras, at the scaled rate (`optimizer.rate`)
-7. *Statistics*: metrics and counters do not count a batch that is a copy
-"""
+"""The train step on many ranks, in stages: `DistributedStep.train_step` lists them."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -28,22 +20,13 @@ from keras_dist.optimizer import (
     only_attached,
     step_context,
 )
-from keras_dist.training import (
-    build,
-    losses,
-    metrics,
-    trial,
-)
+from keras_dist.training import build, losses, metrics, trial
 from keras_dist.training.autotune import WithoutAutotune
-from keras_dist.training.first_batch import start_on_first_batch
 from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
 from keras_dist.training.saving import SavesWhole
-from keras_dist.training.session import (
-    Session,
-    session_of,
-)
+from keras_dist.training.session import Session, session_of
 
 
 def build_now(model: Any, data: Any) -> None:
@@ -63,39 +46,25 @@ class DistributedStep(SavesWhole, WithoutAutotune):
     _distributed_session: Session
 
     def train_step(self: Any, data: Any) -> Any:
-        session = self._distributed_session
-        own_step = _of_a_copy(super().train_step)  # type: ignore[misc]
-        # Rows that count
-        data, has_rows = session.split_mark(data)
-        session.has_run = True
-        # Building and first copy, if the first batch was not read before
-        if not session.has_started:
-            build.start(self, session, data, own_step, is_eager=tf.executing_eagerly())
-        length = rows = num_rows(data)
-        if has_rows is not None:
-            rows = tf.where(has_rows, length, 0)
-        session.train_rows(rows)
+        own_step = own_train_step(self)
+        batch = count_rows(self, data)
+        build_once(self, batch, own_step)
         if comm.size() == 1:
             entered = step_context.entered(step_context.StepContext())
-            with entered, _not_before(session, data):
-                return own_step(data)
-        data = _after_updates(self, data)
-        session.see_rows(rows)
-        with _after(data):
-            number = session.traced.next_step()
-        context = _context(self, rows, length, has_rows, number)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(step_context.entered(context))
-            # Losses
-            if averages(self):
-                own_step = _of_all_rows(self, own_step)
-            stack.enter_context(only_attached())
-            stack.enter_context(session.traced.noise.drawing())
-            stack.enter_context(_not_before(session, data))
-            # Statistics
-            stack.enter_context(_without_counting(self, has_rows))
-            # Gradients; exchange and update, when the step calls `apply`
-            return _run(self, own_step, data)
+            with entered, wait_for_batch(self, batch):
+                return own_step(batch.data)
+        batch = follow_last_update(self, batch)
+        with (
+            step_context.entered(describe_step(self, batch)),
+            only_attached(),
+            session_of(self).traced.noise.drawing(),
+            wait_for_batch(self, batch),
+            ignore_copy(self, batch),  # in metrics and counters
+        ):
+            step = split_losses(self, own_step)
+            # In it the step calls `apply`, which exchanges gradients and then updates
+            # (`optimizer.reduce`, `optimizer.rate`).
+            return compute_gradients(self, step, batch)
 
     def test_step(self: Any, data: Any) -> Any:
         if comm.size() > 1:
@@ -120,7 +89,7 @@ class DistributedStep(SavesWhole, WithoutAutotune):
         check_again(self)
         asked = self.jit_compile
         is_split = bool(asked) and comm.size() > 1
-        session.traced.split(is_split)
+        session.traced.is_split = is_split
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not is_split
         try:
@@ -130,19 +99,19 @@ class DistributedStep(SavesWhole, WithoutAutotune):
         function = self.train_function
 
         def train(iterator: Any) -> Any:
+            if _needs_batch(self):
+                count = self.steps_per_execution
+                batches, iterator = build.read_first(iterator, count)
+                if batches:
+                    _start(self, batches[0])
             with explain_updates():
                 return function(iterator)
 
-        self.train_function = start_on_first_batch(
-            train,
-            steps=self.steps_per_execution,
-            needs_batch=lambda: _needs_batch(self),
-            start=lambda data: _start(self, data),
-        )
+        self.train_function = train
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super().compute_loss  # type: ignore[misc]
-        if losses.is_keras_method(self, "compute_loss", DistributedStep):
+        if losses.is_keras_method(self, "compute_loss"):
             return plain(*args, **kwargs)
         return losses.compute_part(plain, args, kwargs)
 
@@ -152,7 +121,7 @@ class DistributedStep(SavesWhole, WithoutAutotune):
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         super().compile(*args, **kwargs)  # type: ignore[misc]
-        self._distributed_session.traced.forget_trial()
+        self._distributed_session.traced.trial = None
         for prepare in self._distributed_session.on_compile:
             prepare()
 
@@ -210,12 +179,158 @@ def evaluating(
     return session.evaluating(evaluation)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What a train step is given.
+
+    Args:
+        data: The batch.
+        rows: How many of its rows count; a number or a scalar tensor.
+        length: How many rows it has.
+        has_rows: See `StepContext`.
+    """
+
+    data: Any
+    rows: Any
+    length: Any
+    has_rows: Any
+
+
+def count_rows(model: Any, data: Any) -> Batch:
+    """Return the batch of this step, with its rows that count, and count them."""
+    session = session_of(model)
+    data, has_rows = session.split_mark(data)
+    length = num_rows(data)
+    rows = length if has_rows is None else tf.where(has_rows, length, 0)
+    session.train_rows(rows)
+    if comm.size() > 1:
+        session.see_rows(rows)
+    return Batch(data, rows, length, has_rows)
+
+
+def build_once(model: Any, batch: Batch, own_step: Callable[[Any], Any]) -> None:
+    """Build and copy the model, if the first batch was not read before (`_start`)."""
+    session = session_of(model)
+    session.has_run = True
+    if not session.has_started:
+        is_eager = tf.executing_eagerly()
+        build.start(model, session, batch.data, own_step, is_eager=is_eager)
+
+
+def follow_last_update(model: Any, batch: Batch) -> Batch:
+    """Make the batch depend on the updates of the step before.
+
+    One graph may contain several steps, whose collectives have the same names. So a
+    step must not begin its collectives before those of the step before have ended.
+    """
+    if tf.executing_eagerly():
+        return batch
+    reads = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
+    with tf.control_dependencies(reads):
+        data = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else tf.identity(leaf), batch.data
+        )
+    return replace(batch, data=data)
+
+
+def describe_step(model: Any, batch: Batch) -> step_context.StepContext:
+    """Count the step, and return what it passes to the optimizer."""
+    session = session_of(model)
+    is_keras_path = losses.is_keras_method(
+        model, "train_step"
+    ) and losses.is_keras_method(model.optimizer, "apply_gradients")
+    with _after(batch.data):
+        number = session.traced.next_step()
+    return step_context.StepContext(
+        rows=batch.rows,
+        length=batch.length if isinstance(batch.length, int) else None,
+        has_rows=batch.has_rows,
+        step=number,
+        rows_of_all=session.next_rows_of_all(),
+        global_rows=session.traced.global_rows,
+        is_strided=session.feed is not None and session.feed.is_strided,
+        is_keras_path=is_keras_path and not session.traced.is_split,
+        stop_request=session.traced.stop_request,
+    )
+
+
+def wait_for_batch(model: Any, batch: Batch) -> Any:
+    """Context manager in which a graph does nothing before the batch was read.
+
+    Where Keras does not know the number of batches, it begins a step more at the end of
+    the data, and sees then that there is no batch. What does not depend on the batch is
+    done nevertheless, such as counting the update, or drawing a random number.
+    """
+    may_read_on = session_of(model).may_read_on
+    return _after(batch.data) if may_read_on else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def ignore_copy(model: Any, batch: Batch) -> Iterator[None]:
+    """Context manager in which a copied batch changes no metrics and counters.
+
+    Other state does: the statistics of the copy are those of the last global batch.
+    """
+    if batch.has_rows is None:
+        yield
+        return
+    counters = [
+        variable
+        for variable in model.non_trainable_weights
+        if getattr(variable, "aggregation", None) == "sum"
+    ]
+    for layer in private.layers_of(model):
+        if isinstance(layer, keras.Model):
+            counters += layer.metrics_variables
+    counters = list({id(variable): variable for variable in counters}.values())
+    with preserve_variables(counters, unless=batch.has_rows):
+        yield
+
+
+def split_losses(model: Any, own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the step with its losses and logs as parts of the global batch's."""
+    if not averages(model):
+        return own_step
+    found = session_of(model).traced.trial or trial.Trial()
+    return losses.split_step(model, own_step, found.kinds)
+
+
+def compute_gradients(model: Any, step: Callable[[Any], Any], batch: Batch) -> Any:
+    """Run the step: in parts, if XLA compiles it; return its logs."""
+    session = session_of(model)
+    if not session.traced.is_split:
+        return step(batch.data)
+    recorded = RecordedStep(step)
+    reason = recorded.why_not(batch.data)
+    if reason is None:
+        return recorded.run(batch.data)
+    session.traced.is_split = False
+    if comm.rank() == 0:
+        warn(f"Training without XLA: {reason}.")
+    return step(batch.data)
+
+
+def own_train_step(model: Any) -> Callable[[Any], Any]:
+    """Return the model's own step, on a model on which `install` was called.
+
+    It may change the lists and dicts of its batch, as object detectors do that convert
+    their boxes; a `tf.function` may not.
+    """
+    own_step = super(DistributedStep, model).train_step  # type: ignore[misc]
+
+    @functools.wraps(own_step)
+    def step(data: Any) -> Any:
+        return own_step(keras.tree.map_structure(lambda leaf: leaf, data))
+
+    return step
+
+
 def _needs_batch(model: Any) -> bool:
-    """Return True before the first step, unless the last fit traced it."""
+    """Return True before the first step after `compile`, unless it is traced."""
     session = session_of(model)
     if session.is_traced and not session.has_started:
         build.start_traced(model, session)
-    return not session.has_started or session.traced.is_changed
+    return not session.has_started or session.traced.trial is None
 
 
 def _start(model: Any, data: Any) -> None:
@@ -230,112 +345,16 @@ def _start(model: Any, data: Any) -> None:
     data, _ = session.split_mark(data)
     if not session.has_started:
         build.start(model, session, data, own_step, is_eager=model.run_eagerly)
-    result = session.traced.trial or trial.Trial()
     is_averaged = comm.size() > 1 and averages(model)
-    is_tried = session.traced.trial is not None
-    if is_averaged and not (is_tried or losses.is_declared(model, DistributedStep)):
-        step = losses.split_step(model, own_step, DistributedStep)
-        result = trial.try_step(model, step, data)
-        trial.warn(result)
+    result = session.traced.trial
+    if result is None and is_averaged and not losses.is_declared(model):
+        split = functools.partial(losses.split_step, model, own_step)
+        result = trial.try_step(model, split, data)
+        trial.warn(model, result)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {result}")
-    session.traced.use_trial(result, global_rows=int(comm.sum(int(num_rows(data)))))
-
-
-def own_train_step(model: Any) -> Callable[[Any], Any]:
-    """Return the model's own step, on a model on which `install` was called."""
-    return _of_a_copy(super(DistributedStep, model).train_step)  # type: ignore[misc]
-
-
-def _of_a_copy(own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let a step change the lists and dicts of its batch; a `tf.function` may not.
-
-    Object detectors convert their boxes so.
-    """
-
-    @functools.wraps(own_step)
-    def step(data: Any) -> Any:
-        return own_step(keras.tree.map_structure(lambda leaf: leaf, data))
-
-    return step
-
-
-def _context(
-    model: Any, rows: Any, length: Any, has_rows: Any, number: Any
-) -> step_context.StepContext:
-    """Return the context that this train step passes to the optimizer."""
-    session = session_of(model)
-    is_keras_path = all(
-        losses.is_keras_method(owner, name, DistributedStep)
-        for owner, name in (
-            (model, "train_step"),
-            (model.optimizer, "apply_gradients"),
-        )
-    )
-    return step_context.StepContext(
-        rows=rows,
-        length=length if isinstance(length, int) else None,
-        has_rows=has_rows,
-        step=number,
-        rows_of_all=session.next_rows_of_all(),
-        global_rows=session.traced.global_rows,
-        is_strided=session.feed is not None and session.feed.is_strided,
-        is_keras_path=is_keras_path and not session.traced.is_split,
-        stop_request=session.traced.stop_request,
-    )
-
-
-@contextlib.contextmanager
-def _without_counting(model: Any, has_rows: Any) -> Iterator[None]:
-    """Context manager in which a copied batch changes no metrics and counters.
-
-    Other state does: the statistics of the copy are those of the last global batch.
-
-    Args:
-        model: The model.
-        has_rows: See `StepContext`.
-    """
-    if has_rows is None:
-        yield
-        return
-    counters = [
-        variable
-        for variable in model.non_trainable_weights
-        if getattr(variable, "aggregation", None) == "sum"
-    ]
-    for layer in private.layers_of(model):
-        if isinstance(layer, keras.Model):
-            counters += layer.metrics_variables
-    counters = list({id(variable): variable for variable in counters}.values())
-    with preserve_variables(counters, unless=has_rows):
-        yield
-
-
-def _of_all_rows(model: Any, own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap the model's own step: its losses and logs are those of the global batch.
-
-    Args:
-        model: The model.
-        own_step: Its own `train_step`.
-    """
-    result = session_of(model).traced.trial
-    kinds = None if result is None else result.kinds
-    return losses.split_step(model, own_step, DistributedStep, kinds)
-
-
-def _run(model: Any, own_step: Callable[[Any], Any], data: Any) -> Any:
-    """Run the model's own step: in parts, if XLA compiles it."""
-    session = session_of(model)
-    if not session.traced.is_split:
-        return own_step(data)
-    step = RecordedStep(own_step)
-    reason = step.why_not(data)
-    if reason is None:
-        return step.run(data)
-    session.traced.split(False)
-    if comm.rank() == 0:
-        warn(f"Training without XLA: {reason}.")
-    return own_step(data)
+    session.traced.trial = result or trial.Trial()
+    session.traced.global_rows = int(comm.sum(int(num_rows(data))))
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
@@ -344,31 +363,6 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
         return own_result()
     seen = session.update_counts()
     return metrics.global_result(model.metrics, own_result, seen=seen, logs=logs)
-
-
-def _after_updates(model: Any, data: Any) -> Any:
-    """Make the data depend on the updates of the step before.
-
-    One graph may contain several steps, whose collectives have the same names. So a
-    step must not begin its collectives before those of the step before have ended.
-    """
-    if tf.executing_eagerly():
-        return data
-    reads = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
-    with tf.control_dependencies(reads):
-        return keras.tree.map_structure(
-            lambda leaf: None if leaf is None else tf.identity(leaf), data
-        )
-
-
-def _not_before(session: Session, data: Any) -> Any:
-    """Context manager in which a graph does nothing before the batch was read.
-
-    Where Keras does not know the number of batches, it begins a step more at the end of
-    the data, and sees then that there is no batch. What does not depend on the batch is
-    done nevertheless, such as counting the update, or drawing a random number.
-    """
-    return _after(data) if session.may_read_on else contextlib.nullcontext()
 
 
 def _after(data: Any) -> Any:

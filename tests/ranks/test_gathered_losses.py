@@ -157,7 +157,8 @@ def trained(name, fit, *, compiled=None, **options):
     model.compile(optimizer, loss, **(compiled or {}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = fit(model, X, y, epochs=2, shuffle=False, verbose=0, **options)
+        options = {"verbose": 0, **options}
+        history = fit(model, X, y, epochs=2, shuffle=False, **options)
     return model, history.history, [str(warning.message) for warning in caught]
 
 
@@ -200,6 +201,13 @@ def test_it_does_so_with_a_batch_of_each_rank(name):
 def test_it_does_so_without_a_graph(name):
     """The same collectives run one after the other."""
     assert_equal(name, run_eagerly=True)
+
+
+def test_the_plan_says_how_much_is_gathered(world, capsys):
+    """Targets and predictions of 10 rows, of 3 numbers each."""
+    trained("ratio", keras_dist.dist_fit, batch_size=10, batch="global", verbose=2)
+    text = f"its rows gathered ({10 * 6 * 8 / 2**20:.2g} MiB a step)"
+    assert (text in capsys.readouterr().out) == (world.rank == 0)
 
 
 @pytest.mark.parametrize("name", shortened(["dice", "ranking"], {"dice"}))

@@ -60,7 +60,7 @@ class Steps(keras.Sequential):
         return {"loss": loss}
 
 
-def make(way, rate=0.0):
+def make(way, rate=0.0, *, normalizes=False):
     """A small model with such a step."""
     keras.utils.set_random_seed(3)
     layers = [
@@ -69,6 +69,8 @@ def make(way, rate=0.0):
         keras.layers.Dropout(rate),
         keras.layers.Dense(1),
     ]
+    if normalizes:
+        layers.insert(1, keras.layers.BatchNormalization(name="normalizes"))
     model = Steps(layers)
     model.way = way
     model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
@@ -92,6 +94,12 @@ def test_a_step_that_ranks_cannot_equal_is_said(world, way):
     model = make(way)
     assert len(fit(model)) == (world.rank == 0 and world.size > 1)
     assert_equal_to_the_bit(model)
+
+
+def test_layers_that_normalize_by_the_rows_of_a_rank_are_named_first(world):
+    """Their statistics are fixed in the trial."""
+    texts = fit(make("clip", normalizes=True))
+    assert [text.split(":")[0] for text in texts] == ["normalizes"][world.rank :]
 
 
 @pytest.mark.parametrize("way", ["", "sign"])

@@ -1,7 +1,5 @@
 """Data without targets: train and test steps get what Keras gives, of any kind."""
 
-import tempfile
-
 import keras
 import numpy as np
 import pytest
@@ -134,50 +132,19 @@ def arrays(wrap):
     return lambda arrays, _: wrap(arrays["a"], arrays["b"])
 
 
-def memory_mapped(wrap):
-    def make(arrays, _):
-        mapped = {name: mapped_file(array) for name, array in arrays.items()}
-        return wrap(mapped["a"], mapped["b"])
-
-    return make
-
-
-def mapped_file(array):
-    with tempfile.NamedTemporaryFile(suffix=".npy") as file:
-        mapped = np.memmap(file.name, array.dtype, "w+", shape=array.shape)
-    mapped[:] = array
-    return mapped
-
-
 KINDS = {
     "arrays": (arrays, [alone, as_dict, listed]),
-    "memory-mapped": (memory_mapped, [alone, as_dict, listed]),
     "data set": (dataset, [alone, tuple_of_one, pair_in_tuple, as_dict, dict_in_tuple]),
-    "filtered": (
-        filtered,
-        [alone, tuple_of_one, pair_in_tuple, as_dict, dict_in_tuple],
-    ),
-    "sequence": (sequence, [alone, tuple_of_one, pair_in_tuple, as_dict]),
-    "generator": (generator, [tuple_of_one, pair_in_tuple, dict_in_tuple]),
+    "filtered": (filtered, [alone, tuple_of_one]),
+    "sequence": (sequence, [alone, tuple_of_one, pair_in_tuple]),
+    "generator": (generator, [tuple_of_one, dict_in_tuple]),
 }
-# All structures of a data set, and one or two of each other kind.
-QUICK = {"data set", "arrays-alone", "arrays-listed", "memory-mapped-alone"}
-QUICK |= {"sequence-alone", "sequence-tuple_of_one", "generator-tuple_of_one"}
-QUICK |= {"filtered-alone", "filtered-tuple_of_one"}
-
-
-def marks_of(kind, wrap):
-    """Whether `make test` has time for it."""
-    is_quick = {kind, f"{kind}-{wrap.__name__}"} & QUICK
-    return [] if is_quick else pytest.mark.long
-
-
+LONG = {"arrays-as_dict", "sequence-pair_in_tuple", "generator-dict_in_tuple"}
 CASES = [
-    pytest.param(
-        of_kind(wrap), id=f"{kind}-{wrap.__name__}", marks=marks_of(kind, wrap)
-    )
-    for kind, (of_kind, wraps) in KINDS.items()
+    pytest.param(kind(wrap), id=name, marks=[pytest.mark.long] if name in LONG else [])
+    for title, (kind, wraps) in KINDS.items()
     for wrap in wraps
+    for name in [f"{title}-{wrap.__name__}"]
 ]
 
 

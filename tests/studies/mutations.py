@@ -233,7 +233,7 @@ MUTATIONS = [
     Mutation(
         "losses: a compute_loss that is neither is gathered",
         "training/losses.py",
-        "    if site in context.kinds.gathered:",
+        "    if is_gathered:",
         "    if False:",
         ("test_sums.py", "weights_sum"),
     ),
