@@ -24,7 +24,7 @@ help:
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make clusters    what clusters start: installs it into .venv-clusters"
-	@echo "make libraries   KerasHub, KerasRS, trackers and tuners: installs them into .venv-libraries"
+	@echo "make libraries   KerasHub, KerasRS, nine packages, trackers and tuners: installs them into .venv-libraries"
 	@echo "make matrix  try each claimed Python, TensorFlow and Keras in a new environment (noxfile.py): ONLY='py313'"
 	@echo "make wheels  a wheel of Horovod for each Python and TensorFlow, into WHEELS=dist/wheels"
 	@echo "make release-check   the package in dist/, tried in an empty environment"
@@ -94,6 +94,7 @@ clusters libraries: %: setup .venv-%/.ready
 	.venv-$@/bin/python -m pytest tests/$@ $(ALSO)
 
 libraries: ALSO := tests/trackers
+libraries: WITHOUT_DEPENDENCIES := 'kgcnn>=4,<5' 'tsgm>=0.1,<1'  # they pin others' versions
 clusters: ALSO := tests/trackers/test_tune.py
 
 # Every claimed version, and what users install next; see noxfile.py.
@@ -114,6 +115,7 @@ endef
 .venv-%/.ready: pyproject.toml $(READY)
 	$(on_top_of_the_first)
 	$(@D)/bin/python -m pip install -e '.[$*]'
+	$(if $(WITHOUT_DEPENDENCIES),$(@D)/bin/python -m pip install --no-deps $(WITHOUT_DEPENDENCIES))
 	@touch $@
 
 # Everything that is published, in dist/, and the tag. Nothing is uploaded.

@@ -1,6 +1,7 @@
 """`distribute`: `fit`, `evaluate` and `predict` of every Keras model use all ranks."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import os
@@ -92,7 +93,9 @@ def _begin(options: Options) -> None:
     _options.append(options)
     if len(_options) == 1:
         for (cls, name), method in _METHODS.items():
-            fit.replaced[name] = getattr(cls, name)
+            fit.replaced[name] = plain = getattr(cls, name)
+            # Its signature stays: packages choose by it what they pass on.
+            method = functools.wraps(plain)(method)
             _changes.callback(mixin.set_method(cls, name, method))
 
 

@@ -6,8 +6,13 @@
 from needs import leave_out
 
 _LIBRARIES = ("keras_hub", "keras_rs", "keras_tuner")
+_PACKAGES = (
+    *("adapt", "bayesflow", "hgq", "imblearn"),
+    *("kgcnn", "scikeras", "tsgm", "tslearn", "umap"),
+)
 
 
 def pytest_collection_modifyitems(items):
     """Leave out what cannot be run here, with the reason in the summary."""
-    leave_out(items, __file__, dict.fromkeys(("test_models", "test_pages"), _LIBRARIES))
+    needs = dict.fromkeys(("test_models", "test_pages"), _LIBRARIES)
+    leave_out(items, __file__, {**needs, "test_packages": _PACKAGES})
