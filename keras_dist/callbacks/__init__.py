@@ -13,9 +13,8 @@ Public callbacks:
 
 Callbacks that `dist_fit` adds if they are needed:
 
-- `added`: `TensorBoard` gets the scaled rate, sharded data the number of the epoch
-- `progress_bar`: Keras's progress bar, with rows per second of all ranks; and epoch and
-  step for the reports of the watchdog.
+- `added`: `TensorBoard` gets the scaled rate, sharded data the number of the epoch, the
+  reports of the watchdog epoch and step
 - `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on
   one rank ends all ranks.
 
@@ -30,7 +29,6 @@ from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.metric_average import MetricAverage
-from keras_dist.callbacks.progress_bar import ProgressBar
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
@@ -48,7 +46,6 @@ __all__ = [
     "LearningRateWarmup",
     "MetricAverage",
     "NextEpoch",
-    "ProgressBar",
     "ReplicaCheck",
     "StopAtAccuracy",
     "StopTogether",

@@ -1,20 +1,14 @@
 """Start all ranks from the same state."""
 
-import math
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_dist import comm, optimizer, private
-from keras_dist.lines import say
 from keras_dist.training.install import install, uninstall
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
-
-# In MiB: a model that has a progress bar, and what is sent from one update to the next.
-_LARGE, _PIECE = 256, 64
 
 _GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
@@ -87,39 +81,23 @@ class BroadcastVariables(keras.callbacks.Callback):
         if comm.size() == 1:
             return
         _check_averages(self.model)
-        variables, seeds = _state(self.model)
+        variables, seeds = state_variables(self.model), seed_states(self.model)
         comm.agree(
             _facts(variables, seeds),
             advice="Create the same model and the same optimizer on every rank.",
         )
         agree_on_constants(self.model)
-        self._send(variables)
+        comm.broadcast_variables(variables, self.root_rank)
         states = [keras.ops.convert_to_numpy(seed) for seed in seeds]
         received = comm.broadcast_arrays(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):
             variable.assign(_seed_of_rank(value, comm.rank() - self.root_rank))
 
-    def _send(self, variables: list[Any]) -> None:
-        """Broadcast the variables; the first rank shows how far a large model is."""
-        sizes = [_megabytes(variable) for variable in variables]
-        bar = None
-        is_shown = (self.params or {}).get("verbose") in (1, "auto")
-        if comm.rank() == 0 and is_shown and sum(sizes) >= _LARGE:
-            say("copying the model to all ranks")
-            bar = keras.utils.Progbar(math.ceil(sum(sizes)), unit_name="MiB")
-        start = 0
-        for stop in range(1, len(sizes) + 1):  # the same pieces on every rank
-            if sum(sizes[start:stop]) >= _PIECE or stop == len(sizes):
-                comm.broadcast_variables(variables[start:stop], self.root_rank)
-                start = stop
-                if bar is not None:
-                    bar.update(math.ceil(sum(sizes[:stop])))
-
     def _copy_unstarted(self) -> None:
         """Broadcast what the root rank restored, if no epoch was left to train."""
         if any(comm.gather(self.model.built)):
             with comm.together():
-                _build_optimizers(self.model)
+                build_optimizers(self.model)
             self.broadcast()
 
 
@@ -129,23 +107,24 @@ def _overridden(model: Any) -> str:
     return f"{model.name!r} with a `make_train_function` of its own"
 
 
-def _build_optimizers(model: Any) -> None:
-    for found in optimizer.optimizers_of(model):
-        if model.built and not found.built:
-            found.build(model.trainable_variables)
+def build_optimizers(model: Any) -> None:
+    """Make the state of the optimizers of a built model."""
+    for outer in optimizer.optimizers_of(model):
+        if model.built and not outer.built:
+            outer.build(model.trainable_variables)
 
 
-def _state(model: Any) -> tuple[list[Any], list[Any]]:
-    """Variables to broadcast, and states of random generators to derive."""
-    seeds = [v for v in model.variables if v.name == "seed_generator_state"]
+def state_variables(model: Any) -> list[Any]:
+    """List weights and optimizer state, in the same order on every rank."""
     variables = list(model.weights)
-    for found in optimizer.optimizers_of(model):
-        variables += found.variables
-    return list({id(v): v for v in variables}.values()), seeds
+    for outer in optimizer.optimizers_of(model):
+        variables += outer.variables
+    return list({id(v): v for v in variables}.values())
 
 
-def _megabytes(variable: Any) -> float:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size / 2**20
+def seed_states(model: Any) -> list[Any]:
+    """List the states of the model's generators of random numbers."""
+    return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
 def _facts(variables: list[Any], seeds: list[Any]) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.callbacks.added import EffectiveRate
+from keras_dist.callbacks.added import EffectiveRate, ProgressRecord
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.metric_average import MetricAverage
-from keras_dist.callbacks.progress_bar import ProgressRecord
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
@@ -68,10 +67,11 @@ def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[An
             every.append(made)
     if target_accuracy is not None:
         every.append(StopAtAccuracy(target_accuracy))
-    tensorboards = _all_of(keras.callbacks.TensorBoard, every)
-    has_tracker = any(map(is_tracker, every))
-    if tensorboards or has_tracker or comm.size() > 1:
-        every.append(EffectiveRate(tensorboards, has_tracker=has_tracker))
+    is_read = any(
+        isinstance(c, keras.callbacks.TensorBoard) or is_tracker(c) for c in every
+    )
+    if is_read or comm.size() > 1:
+        every.append(EffectiveRate(is_read))
     return [
         *(c for cls in _FIRST for c in every if isinstance(c, cls)),
         *(c for c in every if not isinstance(c, _FIRST + _LAST)),
@@ -101,7 +101,3 @@ def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
         *(c for c in running if isinstance(c, _KERAS_OWN)),
         *(c for c in running if isinstance(c, _LAST)),
     ]
-
-
-def _all_of(cls: type, callbacks: Sequence[Any]) -> list[Any]:
-    return [callback for callback in callbacks if isinstance(callback, cls)]

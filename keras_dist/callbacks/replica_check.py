@@ -4,7 +4,6 @@ import hashlib
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import keras
@@ -165,77 +164,46 @@ class ReplicaCheck(keras.callbacks.Callback):
         if (digests == digests[0]).all():
             self._is_reported = None
             return
-        paths = [variable.path for variable in variables]
-        difference = _difference(comm.gather((paths, own.tolist())))
-        message = self._message(difference)
+        # Checksums by variable and rank.
+        table = np.array(comm.gather(own)).T
+        ranks = list(map(tuple, table.T.tolist()))
+        # The lowest rank of the largest group of equal ranks.
+        root = ranks.index(Counter(ranks).most_common(1)[0][0])
+        is_other = table != table[:, [root]]
+        differing = np.flatnonzero(is_other.any(axis=1)).tolist()
+        message = self._message(
+            [variables[index].path for index in differing], is_other[differing[0]], root
+        )
         if self.action == "raise":
             with comm.together():
                 raise RuntimeError(message)
-        found = difference.indices[:1], difference.ranks
+        found = differing[0], is_other[differing[0]].tolist()
         if comm.rank() == 0 and found != self._is_reported:
             warn(message)
         self._is_reported = found
         if self.action == "resync":
             self._is_reported = None
-            comm.broadcast_variables(
-                [variables[index] for index in difference.indices], difference.root
-            )
+            comm.broadcast_variables([variables[n] for n in differing], root)
 
-    def _message(self, found: "_Difference") -> str:
-        others = [f"`{path}`" for path in found.paths[1:_SHOWN]]
-        if more := len(found.paths) - 1 - len(others):
+    def _message(self, paths: list[str], is_other: Any, root: int) -> str:
+        others = [f"`{path}`" for path in paths[1:_SHOWN]]
+        if more := len(paths) - 1 - len(others):
             others.append(f"and {more} more")
         also = f"; nor are {', '.join(others)}" if others else ""
         if self.action == "resync":
-            advice = f"They are copied from rank {found.root} to all."
+            advice = f"They are copied from rank {root} to all."
         else:
             advice = (
                 f"{_name_causes(self.model)} "
                 'ReplicaCheck(action="resync") copies the variables that differ.'
             )
+        ranks, agreeing = np.flatnonzero(is_other), np.flatnonzero(~is_other)
         return (
             "The ranks no longer hold the same model. Received: after step "
-            f"{self._last_batch + 1} of epoch {self._epoch + 1}, `{found.paths[0]}` on "
-            f"{_named(found.ranks)} is not what it is on {_named(found.agreeing)}"
+            f"{self._last_batch + 1} of epoch {self._epoch + 1}, `{paths[0]}` on "
+            f"{_name_ranks(ranks)} is not what it is on {_name_ranks(agreeing)}"
             f"{also}. {advice}"
         )
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """The variables that differ between the ranks.
-
-    Args:
-        indices: Indices of the variables that differ.
-        paths: Their paths on the root.
-        root: The lowest rank of the largest group of equal ranks.
-        ranks: Ranks whose first differing variable is not equal to the root's.
-        agreeing: Ranks whose first differing variable is equal to the root's.
-    """
-
-    indices: tuple[int, ...]
-    paths: tuple[str, ...]
-    root: int
-    ranks: tuple[int, ...]
-    agreeing: tuple[int, ...]
-
-
-def _difference(replicas: Sequence[tuple[list[str], list[int]]]) -> _Difference:
-    """Find what differs, from the paths and fingerprints of each rank."""
-    prints = [tuple(own) for _, own in replicas]
-    largest = max(Counter(prints).values())
-    # If two groups are equally large, the one with the lowest rank is taken.
-    root = next(r for r, own in enumerate(prints) if prints.count(own) == largest)
-    table = list(zip(*prints, strict=True))
-    indices = tuple(n for n, row in enumerate(table) if len(set(row)) > 1)
-    first = table[indices[0]]
-    return _Difference(
-        indices=indices,
-        paths=tuple(replicas[root][0][index] for index in indices),
-        root=root,
-        ranks=tuple(r for r, value in enumerate(first) if value != first[root]),
-        agreeing=tuple(r for r, value in enumerate(first) if value == first[root]),
-    )
 
 
 def _variables(model: Any) -> list[Any]:
@@ -261,10 +229,10 @@ def _digest(own: np.ndarray) -> Any:
     return tf.constant(np.frombuffer(digest, np.int64))
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """Ranks as words.
+def _name_ranks(ranks: Any) -> str:
+    """Return ranks as words.
 
-    >>> _named([1]), _named([0, 2, 3])
+    >>> _name_ranks([1]), _name_ranks([0, 2, 3])
     ('rank 1', 'ranks 0, 2 and 3')
     """
     *others, last = map(str, ranks)

@@ -36,7 +36,6 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self._begin = 0.0
         self._measured: tuple[int, float] | None = None
-        self._total_per_local_row: float | None = None
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -53,29 +52,11 @@ class Throughput(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         by_rank = comm.gather(self._measure())
         rows = sum(rows for rows, _ in by_rank)
-        self._total_per_local_row = rows / max(1, self._measure()[0])
         if logs is not None:
             logs["rows_per_second"] = rows / max(seconds for _, seconds in by_rank)
 
-    def rate_so_far(self) -> float:
-        """Rows per second of all ranks in this epoch, without asking the others.
-
-        Each of them is taken to have as many rows as this one or, from the second epoch
-        on, as many for each row of this one as in the epoch before.
-        """
-        rows = session_of(self.model).rows_of_process
-        rows_of_all = rows * (self._total_per_local_row or comm.size())
-        return rows_of_all / (time.perf_counter() - self._begin)
-
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         uninstall(self.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: another process has another clock."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
     def _measure(self) -> tuple[int, float]:
         """Return rows and seconds of this rank's training in this epoch."""

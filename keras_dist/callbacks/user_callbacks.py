@@ -93,13 +93,13 @@ def is_alone() -> bool:
 
 
 def is_writer(callback: Any) -> bool:
-    """Tell whether it writes, and is of Keras or of an experiment tracker."""
+    """Return True if it writes, and is of Keras or of an experiment tracker."""
     is_keras = isinstance(callback, _WRITING_CALLBACKS)
     return is_keras or is_tracker(callback)
 
 
 def is_tracker(callback: Any) -> bool:
-    """Tell whether its class, or one that this inherits from, is of a tracker."""
+    """Return True if its class, or one that this inherits from, is of a tracker."""
     return _package_of(callback, _TRACKERS) is not None
 
 
@@ -111,7 +111,7 @@ def _package_of(callback: Any, packages: frozenset[str]) -> str | None:
 
 
 def runs_on_first_rank_only(callback: Any) -> bool:
-    """Tell whether `callback` writes, or was marked with `first_rank_only`."""
+    """Return True if `callback` writes, or was marked with `first_rank_only`."""
     is_marked = getattr(callback, "_keras_dist_first_rank_only", False)
     return is_writer(callback) or bool(is_marked)
 
@@ -142,7 +142,7 @@ def _destination(callback: keras.callbacks.Callback) -> str:
 
 @contextlib.contextmanager
 def autologged_once() -> Iterator[None]:
-    """Inside the block, a `fit` is autologged on the first rank only.
+    """Context manager in which a `fit` is autologged on the first rank only.
 
     `mlflow.autolog()` replaces `keras.Model.fit` by a function that begins a run, adds
     a callback and saves the model, after `dist_fit` has decided which callbacks run on
@@ -197,6 +197,8 @@ class UserCallbacks(keras.callbacks.Callback):
         self._members = [c for phase in reversed(self._phases) for c in phase]
         self._used: dict[str, list[int]] = {}
         self._error: Exception | None = None
+        for hook in _ON_ALL_RANKS:
+            setattr(self, hook, functools.partial(self._call_on_all, hook))
         for hook in _BATCHES:
             called = [c for c in self._members if _has(c, hook)]
             if called:  # with a hook, Keras waits for each batch
@@ -229,25 +231,6 @@ class UserCallbacks(keras.callbacks.Callback):
             for hook in _ON_ALL_RANKS
         }
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._error = None
-        self._call_on_all("on_train_begin", logs)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._call_on_all("on_train_end", logs)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._call_on_all("on_epoch_begin", epoch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._call_on_all("on_epoch_end", epoch, logs)
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._call_on_all("on_test_begin", logs)
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._call_on_all("on_test_end", logs)
-
     def _own_phases(self, hook: str) -> set[int]:
         """Numbers of the phases in which this rank has a callback to call."""
         found = {
@@ -260,19 +243,19 @@ class UserCallbacks(keras.callbacks.Callback):
             found.add(0)
         return found
 
-    def _call_on_all(self, hook: str, *args: Any) -> None:
+    def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
         for index in self._used[hook]:
             with comm.together():
-                self._call(index, hook, args)
+                self._call(index, hook, *args, **kwargs)
 
-    def _call(self, index: int, hook: str, args: tuple[Any, ...]) -> None:
+    def _call(self, index: int, hook: str, *args: Any, **kwargs: Any) -> None:
         error, self._error = self._error, None
         with _silent_on_other_ranks():
             if error is not None:
                 raise error
             for callback in self._phases[index] if index < len(self._phases) else ():
                 with self._scope_of(callback):
-                    getattr(callback, hook)(*args)
+                    getattr(callback, hook)(*args, **kwargs)
 
     def _at_batch(
         self,
@@ -360,14 +343,14 @@ def _phases(given: Sequence[Any]) -> list[list[Any]]:
 
 
 def _may_read(callback: Any) -> bool:
-    """Tell whether it runs on all ranks and may read files."""
+    """Return True if it runs on all ranks and may read files."""
     is_keras = type(callback).__module__.split(".")[0] == "keras"
     is_users = not is_keras or isinstance(callback, keras.callbacks.LambdaCallback)
     return is_users and not runs_on_first_rank_only(callback)
 
 
 def _has(callback: Any, hook: str) -> bool:
-    """Tell whether a callback overrides a hook, or its older name `on_batch_…`."""
+    """Return True if a callback overrides a hook, or its older name `on_batch_…`."""
     names = [hook, hook.replace("on_train_batch", "on_batch")]
     for name in dict.fromkeys(names):
         found = getattr(callback, name, None)

@@ -3,9 +3,8 @@
 This file has `saving`, the block around a fit. The others, from the file on the disk up
 to the callback that saves:
 
-- `files`: a folder of checkpoint files, each with a checksum and replaced atomically;
-  Python values as trees of JSON and arrays, and back, without pickle
-- `lock`: one training at a time writes to a folder
+- `files`: a folder of checkpoint files, to which one training at a time writes, each
+  with a checksum and replaced atomically; Python values as trees of JSON and arrays
 - `states`: the state of the model on all ranks, of callbacks and of random generators
 - `saved`: the content of a checkpoint; the newest one as the start of a fit, also on
   another number of ranks
@@ -21,12 +20,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.checkpoint.saved import Resume, opened
-from keras_dist.checkpoint.saver import (
-    EXIT_CODE,
-    Saver,
-    SaveRequests,
-    Writer,
-)
+from keras_dist.checkpoint.saver import EXIT_CODE, Saver
 from keras_dist.checkpoint.states import with_history
 from keras_dist.lines import say
 from keras_dist.setup.fit_setup import FitSetup
@@ -36,7 +30,7 @@ __all__ = ["EXIT_CODE", "Resume", "opened", "saving"]
 
 @contextlib.contextmanager
 def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
-    """Inside the block, a fit starts where its checkpoint ends, and saves new ones.
+    """Context manager for a fit that starts where its checkpoint ends, and saves.
 
     Args:
         resume: The folder of the checkpoints, and the one to resume from; `None` to
@@ -59,16 +53,11 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
     callbacks = with_history(arguments["callbacks"])
     histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
     others = [c for c in setup.callbacks if not isinstance(c, keras.callbacks.History)]
-    requests = SaveRequests(resume.save_seconds if setup.saves_within_epochs else None)
-    writer = Writer(resume.folder) if comm.rank() == 0 else None
-    saver = Saver(resume, setup, others + histories, requests, writer)
+    saver = Saver(resume, setup, others + histories)
     try:
         yield arguments | {"callbacks": [*callbacks, saver]}
     finally:
-        requests.finish()
-        if writer is not None:
-            writer.close()
-            saver.report_failure()
+        saver.close()
 
 
 def _first_epoch(resume: Resume, setup: FitSetup) -> int:

@@ -2,12 +2,15 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import json
 import os
 import re
+import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -19,6 +22,10 @@ from keras_dist.training.saving import new_file
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+# Of a file system without locks, or whose server cannot keep them.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_locked: set[str] = set()  # by this process
 
 # The last line of a file, with the number of the format.
 _LAST_LINE = b"\nkeras_dist checkpoint 3, sha256 "
@@ -37,7 +44,7 @@ class Folder:
     """A folder of checkpoints; only one process writes to it at a time.
 
     Args:
-        path: Path of the folder. `prepare` makes it.
+        path: Path of the folder. `lock` makes it.
         keep: Number of checkpoints to keep; older ones are removed.
         number: Number of the checkpoint that was read or written last.
     """
@@ -45,6 +52,56 @@ class Folder:
     path: str
     keep: int = 2
     number: int = field(default=0, init=False)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Context manager in which no other training writes to the folder.
+
+        The kernel keeps the lock, and frees it when the process ends, however it ends;
+        a process that the rank has forked does not have it.
+
+        Raises:
+            OSError: If the folder cannot be made or written to.
+            RuntimeError: If another training has the lock.
+        """
+        os.makedirs(self.path, exist_ok=True)
+        path = os.path.join(os.path.realpath(self.path), ".checkpoint.lock")
+        if path in _locked:  # the kernel does not refuse a process its own lock
+            raise self._used_by("another fit of this process", path)
+        # Another account may have put a link there.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "r+") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise self._used_by(file.read(4096), path) from None
+                if error.errno not in _NO_LOCKS:
+                    raise
+                warnings.warn(
+                    "The file system of the folder that `resume` names has no locks: "
+                    "nothing keeps another training from writing there as well. "
+                    f"Received: resume={self.path!r}, {error}.",
+                    stacklevel=2,
+                )
+            begin = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on host {os.uname().nodename}, ")
+            file.write(f"since {begin}")
+            file.flush()
+            _locked.add(path)
+            try:
+                yield
+            finally:
+                _locked.remove(path)
+
+    def _used_by(self, holder: str, path: str) -> RuntimeError:
+        return RuntimeError(
+            "Another training writes to the folder that `resume` names. Received: "
+            f"resume={self.path!r}, which is used by {holder or 'a process'}. Wait for "
+            "its end, or pass another folder. If that process is gone, with its host, "
+            f"remove {path}"
+        )
 
     def prepare(self) -> None:
         """Make the folder, and check that a file can be written in it.
@@ -59,8 +116,8 @@ class Folder:
             os.fsync(file.fileno())
         os.remove(self.part)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Check that there is enough disk space for the checkpoints to keep.
+    def check_space(self, num_bytes: int) -> None:
+        """Check that there is room for the checkpoints to keep.
 
         Args:
             num_bytes: Approximate size of one checkpoint.
@@ -68,20 +125,11 @@ class Folder:
         Raises:
             OSError: If there is too little space.
         """
-        missing = max(1, self.keep - len(self.numbers()))
-        with self._new_part() as file:
-            try:
-                # Allocate one checkpoint, and compare the rest with the free space: one
-                # file of the size of all might exceed the largest file size allowed.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                free = os.fstatvfs(file.fileno())
-            except OSError as error:  # some file systems do not support this
-                if error.errno in (*_FULL, errno.EFBIG):
-                    raise
-                return
-        os.remove(self.part)
-        if free.f_blocks and free.f_bavail * free.f_frsize < (missing - 1) * num_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+        num_bytes *= max(1, self.keep - len(self.numbers()))
+        total, _, free = shutil.disk_usage(self.path)
+        if total > 0 and free < num_bytes:
+            what = f"{os.strerror(errno.ENOSPC)} for checkpoints of {num_bytes:,} bytes"
+            raise OSError(errno.ENOSPC, what, self.path)
 
     def newest(self) -> tuple[Any, list[str]]:
         """Read the newest checkpoint that is not damaged.

@@ -12,7 +12,6 @@ import keras
 
 from keras_dist import comm
 from keras_dist.checkpoint.files import Folder
-from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.data.division import DataPosition, ShardSpec
 from keras_dist.lines import warn
 from keras_dist.plan import Plan
@@ -125,9 +124,7 @@ class Resume:
 def opened(
     options: Options, callbacks: Any, seed: int, keras_seed: int | None
 ) -> Iterator[Resume | None]:
-    """Read the newest checkpoint, and broadcast it from the first rank.
-
-    Inside the block, no other training writes to the folder.
+    """Context manager that reads the newest checkpoint, and locks the folder.
 
     Args:
         options: Options of the fit.
@@ -152,18 +149,16 @@ def opened(
         yield None
         return
     path = os.path.abspath(os.path.expanduser(os.fspath(options.resume)))
-    folder, lock = Folder(path), FolderLock(path)
+    folder = Folder(path)
     with comm.together():
         _check(options, callbacks)
-    try:
-        with _on_first_rank(path) as is_first:
+    with contextlib.ExitStack() as stack:
+        with on_first_rank(path) as is_first:
             if is_first:
-                lock.take()
+                stack.enter_context(folder.lock())
                 folder.prepare()
         _check_shared(path)
         yield _read(options, folder, seed, keras_seed)
-    finally:
-        lock.release()
 
 
 def _read(
@@ -171,7 +166,7 @@ def _read(
 ) -> Resume:
     tree: Any = None
     damaged: list[str] = []
-    with _on_first_rank(folder.path) as is_first:
+    with on_first_rank(folder.path) as is_first:
         if is_first:
             tree, damaged = folder.newest()
     if damaged:
@@ -190,7 +185,7 @@ def _read(
 
 
 @contextlib.contextmanager
-def _on_first_rank(path: str) -> Iterator[bool]:
+def on_first_rank(path: str) -> Iterator[bool]:
     """Context manager for work in the folder; all ranks call this.
 
     Yields:
@@ -218,7 +213,7 @@ def _check_shared(path: str) -> None:
     """
     name = comm.broadcast(_MARKER.format(uuid.uuid4().hex))
     marker = os.path.join(path, name)
-    with _on_first_rank(path) as is_first:
+    with on_first_rank(path) as is_first:
         if is_first:
             open(marker, "xb").close()
     everyone = comm.gather((_sees(marker), os.uname().nodename))

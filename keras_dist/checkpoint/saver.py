@@ -6,15 +6,16 @@ import threading
 import time
 from concurrent import futures
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import keras
 
-from keras_dist import comm, optimizer
+from keras_dist import comm
 from keras_dist.callbacks import AverageStatistics, BroadcastVariables
+from keras_dist.callbacks.broadcast_variables import build_optimizers, state_variables
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.files import Folder
-from keras_dist.checkpoint.saved import Resume, Saved, scale_of
+from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank, scale_of
 from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
@@ -31,12 +32,8 @@ EXIT_CODE = 75
 class Writer:
     """Writes checkpoints to a folder, in a thread.
 
-    If a checkpoint is submitted while another one is still being written, it waits. A
-    waiting checkpoint is replaced by the next one, so that a slow disk does not slow
-    down the training.
-
-    Args:
-        folder: The folder.
+    A checkpoint that waits for the one before is replaced by the next one, so that a
+    slow disk does not slow down the training.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -49,31 +46,21 @@ class Writer:
         self._writes = [write for write in self._writes if not write.cancel()]
         self._writes.append(self._thread.submit(self._folder.write, value))
 
-    def wait(self) -> None:
-        """Wait until the thread has nothing left to write, with or without an error."""
-        futures.wait(self._writes)
-
-    def close(self) -> None:
+    def finish(self) -> None:
         """Write what is left, and end the thread."""
         self._thread.shutdown()
+        self.warn_of_failure()
 
-    def take_error(self) -> BaseException | None:
-        """Return the error of the last write that is done, if any, and forget it."""
+    def warn_of_failure(self) -> None:
+        """Warn once if the last checkpoint could not be written."""
         done = [write for write in self._writes if write.done()]
         self._writes = [write for write in self._writes if write not in done]
-        return done[-1].exception() if done else None
-
-
-class Agreed(NamedTuple):
-    """Decisions that all ranks have agreed on.
-
-    Args:
-        save: Write a checkpoint: `save_seconds` have passed.
-        end: Save and end: a rank has received SIGTERM.
-    """
-
-    save: bool = False
-    end: bool = False
+        error = done[-1].exception() if done else None
+        if error is not None:
+            warn(
+                "A checkpoint could not be written. The training continues, and the "
+                f"checkpoints before it are still there. Received: {error}"
+            )
 
 
 class SaveRequests:
@@ -89,16 +76,18 @@ class SaveRequests:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self._saved_at = time.monotonic()
+        self.saved_at = time.monotonic()
         self._is_asked = self.is_leaving = False
         # The handlers of signals before.
         self._before: dict[signal.Signals, Any] = {}
 
     def begin(self) -> None:
         """Start the clock; from now on, SIGTERM is a request to save and end."""
-        self._saved_at = time.monotonic()
+        self.saved_at = time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            for number in _signals():
+            # SLURM sends the second one.
+            is_slurm = "SLURM_JOB_ID" in os.environ
+            for number in [signal.SIGTERM, *[signal.SIGUSR1] * is_slurm]:
                 self._before[number] = signal.signal(number, self._ask)
 
     def finish(self) -> None:
@@ -108,48 +97,32 @@ class SaveRequests:
             signal.signal(number, signal.SIG_DFL if after is None else after)
         self._before.clear()
 
-    def request(self, model: Any) -> None:
+    def send(self, model: Any) -> None:
         """If this rank has a request, send it with the gradients of the next update."""
-        if comm.size() > 1 and (self._is_asked or self._is_due()):
+        if comm.size() > 1 and any(self._read()):
             session_of(model).traced.stop_request.ask_to_save()
 
-    def agreed(self, model: Any) -> Agreed:
-        """Agree on what to do after this batch."""
+    def agree(self, model: Any, *, is_epoch_end: bool = False) -> tuple[bool, bool]:
+        """Return whether to write a checkpoint now, and whether to end after it."""
         if comm.size() == 1:
-            return Agreed(self._is_due(), self._is_asked)
+            return self._read()
         stop_request = session_of(model).traced.stop_request
-        if not stop_request.is_agreed():
-            return Agreed()
-        everyone = comm.gather((self._is_due(), self._is_asked, stop_request.is_asked))
-        if any(is_stop for _, _, is_stop in everyone):
-            return Agreed()  # the epoch ends now, which writes a checkpoint
+        if not is_epoch_end and not stop_request.is_agreed():
+            return False, False
+        is_stop = stop_request.is_asked and not is_epoch_end
+        saves, ends, stops = zip(*comm.gather((*self._read(), is_stop)), strict=True)
+        if any(stops):
+            return False, False  # the epoch ends now, which writes a checkpoint
         stop_request.clear()
-        return Agreed(*map(any, list(zip(*everyone, strict=True))[:2]))
+        return any(saves), any(ends)
 
-    def settled(self, model: Any) -> Agreed:
-        """Agree on what to do at the end of an epoch; drop its batches' requests."""
-        if comm.size() > 1:
-            session_of(model).traced.stop_request.clear()
-        return Agreed(end=any(comm.gather(self._is_asked)))
-
-    def has_saved(self) -> None:
-        """Restart the clock."""
-        self._saved_at = time.monotonic()
-
-    def _is_due(self) -> bool:
-        if self._seconds is None or comm.rank() != 0:
-            return False
-        return time.monotonic() - self._saved_at >= self._seconds
+    def _read(self) -> tuple[bool, bool]:
+        is_clock = self._seconds is not None and comm.rank() == 0
+        seconds = time.monotonic() - self.saved_at
+        return is_clock and seconds >= (self._seconds or 0), self._is_asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = True
-
-
-def _signals() -> list[signal.Signals]:
-    """List the signals that ask to save and end; SLURM sends the second one."""
-    if "SLURM_JOB_ID" in os.environ:
-        return [signal.SIGTERM, signal.SIGUSR1]
-    return [signal.SIGTERM]
 
 
 class SavedExit(SystemExit):
@@ -168,26 +141,25 @@ class Saver(keras.callbacks.Callback):
         resume: The folder of the checkpoints, and the one to resume from.
         setup: The arguments and data of this rank.
         callbacks: The callbacks whose state is saved.
-        requests: Requests to save, or to end.
-        writer: The thread that writes; `None` on a rank that does not.
     """
 
-    def __init__(
-        self,
-        resume: Resume,
-        setup: FitSetup,
-        callbacks: list[Any],
-        requests: SaveRequests,
-        writer: Writer | None,
-    ) -> None:
+    def __init__(self, resume: Resume, setup: FitSetup, callbacks: list[Any]) -> None:
         super().__init__()
         self._resume, self._setup, self._feed = resume, setup, setup.training
         self._saves_within = setup.saves_within_epochs
         self._callbacks, self._states = callbacks, CallbackStates(callbacks)
-        self._requests, self._writer = requests, writer
+        seconds = resume.save_seconds if self._saves_within else None
+        self._requests = SaveRequests(seconds)
+        self._writer = Writer(resume.folder) if comm.rank() == 0 else None
         self._epoch = self._done = 0
         self._random: Any = None
         self._has_restored = False
+
+    def close(self) -> None:
+        """Write what is left, and restore the handlers of signals."""
+        self._requests.finish()
+        if self._writer is not None:
+            self._writer.finish()
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -222,7 +194,7 @@ class Saver(keras.callbacks.Callback):
             # Building the model draws random numbers, which the uninterrupted training
             # drew before its first epoch. So the states from before are restored later.
             self._random = states.random_state()
-        self._requests.request(self.model)
+        self._requests.send(self.model)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -230,21 +202,22 @@ class Saver(keras.callbacks.Callback):
         before, self._done = self._done, batch + 1
         if self._is_last_step():
             return  # the end of the epoch saves
-        agreed = self._requests.agreed(self.model)
-        if agreed.end:
+        saves, ends = self._requests.agree(self.model)
+        if ends:
             if self._saves_within:
                 self._save(self._position(self._epoch, self._done))
             self._exit()
         every = self._resume.save_steps
         is_due = every is not None and self._done // every > before // every
-        if self._saves_within and (is_due or agreed.save):
+        if self._saves_within and (is_due or saves):
             self._save(self._position(self._epoch, self._done))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         is_stopped = bool(self.model.stop_training)
         self._save(self._position(epoch + 1, 0), is_finished=is_stopped)
         is_last = is_stopped or epoch + 1 == self.params["epochs"]
-        if self._requests.settled(self.model).end and not is_last:
+        _, ends = self._requests.agree(self.model, is_epoch_end=True)
+        if ends and not is_last:
             self._exit()
 
     def _position(self, epoch: int, done: int) -> DataPosition:
@@ -257,7 +230,7 @@ class Saver(keras.callbacks.Callback):
         return division.position(epoch - 1, division.count_steps(epoch - 1))
 
     def _is_last_step(self) -> bool:
-        """Tell whether the epoch has no more steps, where their number is known."""
+        """Return True if the epoch has no more steps, where their number is known."""
         division = self._feed.division
         return division is not None and (
             self._done >= division.count_steps(self._epoch)
@@ -267,10 +240,10 @@ class Saver(keras.callbacks.Callback):
         """Gather the state of all ranks, and let the first one write a checkpoint."""
         callbacks = self._states.collect()
         ranks = states.gather_ranks(self.model, callbacks)
-        self._requests.has_saved()
-        self.report_failure()
+        self._requests.saved_at = time.monotonic()
         if self._writer is None:
             return
+        self._writer.warn_of_failure()
         division = self._feed.division
         saved = Saved(
             position=position,
@@ -278,12 +251,12 @@ class Saver(keras.callbacks.Callback):
             keras_seed=self._resume.keras_seed,
             data={} if division is None else division.facts(),
             is_finished=is_finished,
-            rates=states.rates_of(self.model),
+            rates=states.read_rates(self.model),
             warmup_steps=self._setup.warmup_steps,
             callbacks=callbacks,
             ranks=ranks,
-            model=states.facts_of(self.model),
-            arrays=list(map(states.array_of, states.variables_of(self.model))),
+            model=states.describe_model(self.model),
+            arrays=list(map(states.copy_value, state_variables(self.model))),
             scale=scale_of(self._setup.plan),
         )
         self._writer.submit(saved.tree())
@@ -291,8 +264,7 @@ class Saver(keras.callbacks.Callback):
     def _exit(self) -> NoReturn:
         """End this process after the checkpoint is written; all ranks call this."""
         if self._writer is not None:
-            self._writer.wait()
-        self.report_failure()
+            self._writer.finish()
         comm.gather(None)  # no rank ends before, since its end ends the others
         if comm.rank() == 0:
             say(
@@ -302,17 +274,8 @@ class Saver(keras.callbacks.Callback):
         self._requests.is_leaving = True
         raise SavedExit(EXIT_CODE)
 
-    def report_failure(self) -> None:
-        """Warn once if this rank could not write its last checkpoint."""
-        error = None if self._writer is None else self._writer.take_error()
-        if error is not None:
-            warn(
-                "A checkpoint could not be written. The training continues, and the "
-                f"checkpoints before it are still there. Received: {error}"
-            )
-
     def _is_within_epoch(self) -> bool:
-        """Tell whether the training is resumed in the middle of an epoch."""
+        """Return True if the training is resumed in the middle of an epoch."""
         position, division = self._resume.position, self._feed.division
         if position is None or division is None:
             return False
@@ -335,14 +298,16 @@ class Saver(keras.callbacks.Callback):
             is_summed: Whether accumulated gradients have to be those of all ranks, as
                 after a fit; not as before a step.
         """
-        with comm.together():
-            self._restore_first(is_summed)
+        folder = self._resume.folder
+        with on_first_rank(folder.path) as is_first:
+            if is_first:
+                num_bytes = states.count_bytes(self.model) + 2**14 * comm.size()
+                folder.check_space(num_bytes)
+                self._restore_first(is_summed)
 
     def _restore_first(self, is_summed: bool) -> None:
         saved = self._resume.saved
-        if self._writer is not None:
-            self._reserve()
-        if saved is None or comm.rank() != 0:
+        if saved is None:
             return
         states.check_fits(self.model, saved.model)
         is_same_size = len(saved.ranks) == comm.size()
@@ -366,7 +331,7 @@ class Saver(keras.callbacks.Callback):
             return
         if len(saved.ranks) == comm.size():
             own = saved.ranks[comm.rank()]
-            states.restore_own(self.model, own, is_summed=is_summed)
+            states.restore_rank(self.model, own, is_summed=is_summed)
         if self._is_within_epoch():
             with comm.together():
                 states.restore_metrics(self.model, saved.ranks)
@@ -401,19 +366,4 @@ class Saver(keras.callbacks.Callback):
                     "Build it before, for example with an `Input` as its first layer."
                 )
             step.build_now(self.model, Source(self._feed.adapter.data).first(1)[0])
-        for each in optimizer.optimizers_of(self.model):
-            if not each.built:
-                each.build(self.model.trainable_variables)
-
-    def _reserve(self) -> None:
-        """Check that there is enough disk space before the training starts."""
-        num_bytes = states.num_bytes_of(self.model)
-        try:
-            self._resume.folder.reserve(num_bytes + 2**14 * comm.size())
-        except OSError as error:
-            raise RuntimeError(
-                "There is too little space for checkpoints in the folder that `resume` "
-                f"names. Received: {self._resume.folder.path!r} on host "
-                f"{os.uname().nodename}, {error}, for two checkpoints of "
-                f"{num_bytes:,} bytes. Pass another folder, or free some space."
-            ) from error
+        build_optimizers(self.model)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_dist import comm, optimizer, private
 from keras_dist.callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.average_statistics import variables_by_rule
+from keras_dist.callbacks.broadcast_variables import seed_states, state_variables
 from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.training.metrics import (
     UpdateCounts,
@@ -26,30 +27,22 @@ from keras_dist.training.metrics import (
 from keras_dist.training.session import session_of
 
 
-def variables_of(model: Any) -> list[Any]:
-    """Weights and optimizer state, in the same order on every rank."""
-    variables = list(model.weights)
-    for found in optimizer.optimizers_of(model):
-        variables += found.variables
-    return list({id(variable): variable for variable in variables}.values())
-
-
-def num_bytes_of(model: Any) -> int:
+def count_bytes(model: Any) -> int:
     """Size in bytes of weights and optimizer state."""
     return sum(
         math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-        for variable in variables_of(model)
+        for variable in state_variables(model)
     )
 
 
-def facts_of(model: Any) -> dict[str, Any]:
+def describe_model(model: Any) -> dict[str, Any]:
     """Layers, optimizers and shapes that a model must have to take a checkpoint."""
     return {
         "layers": [type(layer).__name__ for layer in getattr(model, "layers", [])],
         "optimizers": [leaf.__class__.__name__ for leaf in _leaves(model)],
         "variables": [
             f"{tuple(variable.shape)} {variable.dtype}"
-            for variable in variables_of(model)
+            for variable in state_variables(model)
         ],
     }
 
@@ -59,12 +52,12 @@ def check_fits(model: Any, facts: dict[str, Any]) -> None:
 
     Args:
         model: The built model.
-        facts: The `facts_of` the saved model.
+        facts: The `describe_model` the saved model.
 
     Raises:
         ValueError: If it is of another model, with the first difference.
     """
-    own = facts_of(model)
+    own = describe_model(model)
     for name, saved in facts.items():
         if saved != own[name]:
             before, now = _first_difference(saved, own[name])
@@ -75,11 +68,11 @@ def check_fits(model: Any, facts: dict[str, Any]) -> None:
             )
 
 
-def own_state(model: Any) -> dict[str, Any]:
+def read_rank_state(model: Any) -> dict[str, Any]:
     """State of this rank that may differ from the first rank; all ranks call this."""
-    variables = variables_of(model)
+    variables = state_variables(model)
     own = _own_indices(model, variables)
-    values = {str(index): array_of(variables[index]) for index in own}
+    values = {str(index): copy_value(variables[index]) for index in own}
     digests = {index: digest(value) for index, value in values.items()}
     of_first = comm.broadcast(digests)
     session = session_of(model)
@@ -90,9 +83,9 @@ def own_state(model: Any) -> dict[str, Any]:
             for index, value in values.items()
             if digests[index] != of_first.get(index)
         },
-        "seeds": [array_of(variable) for variable in _seeds(model)],
+        "seeds": [copy_value(variable) for variable in seed_states(model)],
         "metrics": [
-            [array_of(variable) for variable in part.variables]
+            [copy_value(variable) for variable in part.variables]
             for part in stateful_metrics(model.metrics)
         ],
         "rows": rows,
@@ -117,17 +110,17 @@ def restore_first(
     Args:
         model: The built model.
         arrays: Weights and optimizer state of the first rank.
-        ranks: The `own_state` of each rank.
+        ranks: The `read_rank_state` of each rank.
         starts: `None` if the number of ranks is the same. Else values, at the beginning
             of the epoch, of the variables that are summed over the ranks.
         was_summed: Whether accumulated gradients in it are those of all ranks, as after
             an epoch.
         is_summed: Whether they have to be here, too.
     """
-    variables = variables_of(model)
+    variables = state_variables(model)
     for variable, value in zip(variables, arrays, strict=True):
         variable.assign(value)
-    for variable, value in zip(_seeds(model), ranks[0]["seeds"], strict=True):
+    for variable, value in zip(seed_states(model), ranks[0]["seeds"], strict=True):
         variable.assign(value)
     if starts is not None:
         _merge_ranks(model, variables, ranks, starts)
@@ -158,7 +151,7 @@ def _accumulated(
     """
     if was_summed == is_summed and (is_same_size or is_summed):
         return
-    index_of = {id(each): index for index, each in enumerate(variables_of(model))}
+    index_of = {id(each): index for index, each in enumerate(state_variables(model))}
     for outer in optimizer.optimizers_of(model):
         for accumulator in optimizer.own_sums(outer):
             index = index_of[id(accumulator)]
@@ -169,7 +162,7 @@ def _accumulated(
             yield accumulator, value if is_summed else value / comm.size()
 
 
-def rates_of(model: Any) -> list[dict[str, float]]:
+def read_rates(model: Any) -> list[dict[str, float]]:
     """Return how far each optimizer's learning rate has come."""
     return [optimizer.rate_progress(leaf) for leaf in _leaves(model)]
 
@@ -179,7 +172,7 @@ def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
 
     Args:
         model: The model, whose optimizer state is restored.
-        rates: The saved `rates_of`.
+        rates: The saved `read_rates`.
         warmup: Warm-up steps now, divided by the warm-up steps when it was saved.
     """
     for leaf, progress in zip(_leaves(model), rates, strict=True):
@@ -192,15 +185,15 @@ def _leaves(model: Any) -> list[Any]:
     return [leaf for outer in outermost for leaf in optimizer.leaves(outer)]
 
 
-def restore_own(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
+def restore_rank(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
     """Restore the own state of this rank; the number of ranks must be the same.
 
     Args:
         model: The model.
-        own: The saved `own_state` of this rank.
+        own: The saved `read_rank_state` of this rank.
         is_summed: Whether accumulated gradients have to be those of all ranks.
     """
-    variables = variables_of(model)
+    variables = state_variables(model)
     summed = {  # which `restore_first` has converted
         id(accumulator)
         for outer in optimizer.optimizers_of(model)
@@ -210,7 +203,7 @@ def restore_own(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
     for index, value in own["variables"].items():
         if id(variables[int(index)]) not in summed:
             variables[int(index)].assign(value)
-    for variable, value in zip(_seeds(model), own["seeds"], strict=True):
+    for variable, value in zip(seed_states(model), own["seeds"], strict=True):
         variable.assign(value)
 
 
@@ -232,7 +225,7 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
             "checkpoint with others. Compile the same metrics, or pass an empty folder."
         )
     is_same = len(ranks) == comm.size()
-    own = ranks[comm.rank()] if is_same else _of_all(pieces, ranks)
+    own = ranks[comm.rank()] if is_same else _merge_metrics(pieces, ranks)
     steps, rows, last = own["seen"]
     if is_same or comm.rank() == 0:
         for part, values in zip(pieces, own["metrics"], strict=True):
@@ -245,7 +238,7 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     session.restore_rows(rows_trained, [steps, rows, last])
 
 
-def array_of(variable: Any) -> np.ndarray:
+def copy_value(variable: Any) -> np.ndarray:
     """A copy of a variable's value, which later steps do not change."""
     value = np.asarray(keras.ops.convert_to_numpy(variable))
     return value if value.flags.owndata else value.copy()
@@ -268,10 +261,6 @@ def _accumulators(model: Any) -> list[Any]:
     ]
 
 
-def _seeds(model: Any) -> list[Any]:
-    return [v for v in model.variables if v.name == "seed_generator_state"]
-
-
 def _merge_ranks(
     model: Any, variables: Sequence[Any], ranks: Sequence[Any], starts: Any
 ) -> None:
@@ -286,7 +275,7 @@ def _merge_ranks(
         # Ranks that have added the same number have equal values.
         if index not in differing and rule != "sum":
             continue
-        first = array_of(variable)
+        first = copy_value(variable)
         values = [own["variables"].get(str(index), first) for own in ranks]
         if rule == "sum":
             start = start_of.get(id(variable), 0)
@@ -297,7 +286,7 @@ def _merge_ranks(
             variable.assign(mean.astype(first.dtype))
 
 
-def _of_all(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
+def _merge_metrics(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
     """Merge the own states of all ranks into that of one rank."""
     seen = [UpdateCounts(own["seen"][1], own["seen"][0]) for own in ranks]
     fractions = weights(seen)
@@ -307,11 +296,11 @@ def _of_all(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
         if merges(metric):
             if comm.rank() == 0:
                 metric.merge_states(values)
-            merged.append([array_of(variable) for variable in metric.variables])
+            merged.append([copy_value(variable) for variable in metric.variables])
             continue
         merged.append(
             [
-                _merged(rule_of(variable), per_rank, fractions)
+                _merge_values(rule_of(variable), per_rank, fractions)
                 for variable, *per_rank in zip(metric.variables, *values, strict=True)
             ]
         )
@@ -326,7 +315,9 @@ def _of_all(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _merged(rule: str, values: Sequence[np.ndarray], fractions: Sequence[float]) -> Any:
+def _merge_values(
+    rule: str, values: Sequence[np.ndarray], fractions: Sequence[float]
+) -> Any:
     if rule == "first":
         return values[0]
     if rule == "sum":
@@ -486,7 +477,7 @@ def gather_ranks(model: Any, states: dict[str, Any]) -> list[Any]:
         model: The model.
         states: State of each callback on this rank.
     """
-    state = own_state(model)
+    state = read_rank_state(model)
     state["random"] = to_json(random_state())
     digests = {key: digest(value) for key, value in states.items()}
     first = comm.broadcast(digests)

@@ -229,10 +229,6 @@ def _make_arguments(
     is_first = comm.rank() == 0
     arguments = vars(fit) | training.arguments
     arguments["callbacks"] = ours.on_this_rank(callbacks)
-    has_bar = any(isinstance(c, keras.callbacks.ProgbarLogger) for c in callbacks)
-    if is_first and fit.verbose != 0 and not has_bar:
-        throughput = next(c for c in callbacks if isinstance(c, ours.Throughput))
-        arguments["callbacks"].append(ours.ProgressBar(throughput))
     if comm.size() == 1 and not training.has_epochs:
         # The user's data as it is: Keras decides what it accepts.
         return vars(fit) | {"callbacks": arguments["callbacks"]}

@@ -17,7 +17,6 @@ import pytest
 
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.files import to_json
-from keras_dist.checkpoint.lock import FolderLock
 from keras_dist.training import saving
 
 _LOAD = """
@@ -184,12 +183,11 @@ def test_no_link_is_followed(folder, tmp_path):
     """Which another account has put where a part, a lock or a draft is written."""
     secret = tmp_path / "secret"
     secret.write_text("mine")
-    part, lock = Path(folder.part), FolderLock(folder.path)
+    part = Path(folder.part)
     model = tmp_path / "model.keras"
     draft = tmp_path / ".keras_dist.0.model.keras"
     for write in (
         folder.prepare,
-        lambda: folder.reserve(1000),
         lambda: folder.write({"count": 3, "array": np.full(1000, 3)}),
         lambda: saving.replace(model, lambda at: Path(at).write_text("model")),
         lambda: saving.replace(
@@ -203,17 +201,17 @@ def test_no_link_is_followed(folder, tmp_path):
         assert secret.read_text() == "mine"
     part.unlink()
     assert counted(folder) == (3, 0) and model.read_text() == "model"
-    Path(lock.path).symlink_to(secret)
-    with pytest.raises(OSError, match="symbolic link"):
-        lock.take()
+    (Path(folder.path) / ".checkpoint.lock").symlink_to(secret)
+    with pytest.raises(OSError, match="symbolic link"), folder.lock():
+        pass
     assert secret.read_text() == "mine"
 
 
 _HOLDS = """
 import os, sys, time
-from keras_dist.checkpoint.lock import FolderLock
-lock = FolderLock(sys.argv[1])
-lock.take()
+from keras_dist.checkpoint.files import Folder
+lock = Folder(sys.argv[1]).lock()
+lock.__enter__()
 if os.fork() == 0:  # as a process that loads data, which may live longer
     time.sleep(60)
     os._exit(0)
@@ -224,7 +222,8 @@ time.sleep(60)
 
 def test_one_training_at_a_time_has_a_folder(folder):
     """Until it ends, however it does; a process that it has forked does not have it."""
-    lock = FolderLock(folder.path)
+    lock = Path(folder.path) / ".checkpoint.lock"
+    lock.write_text("rubbish")  # of a host that has crashed
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDS, folder.path],
         stdout=subprocess.PIPE,
@@ -234,24 +233,20 @@ def test_one_training_at_a_time_has_a_folder(folder):
         try:
             assert holder.stdout.readline() == "held\n"
             named = f"process {holder.pid} on host {os.uname().nodename}, since 2"
-            with pytest.raises(RuntimeError, match=named) as found:
-                lock.take()
-            assert f"remove {lock.path}" in str(found.value)
+            with pytest.raises(RuntimeError, match=named) as found, folder.lock():
+                pass
+            assert f"remove {lock}" in str(found.value)
             holder.kill()
             holder.wait()
-            lock.take()
+            with folder.lock():
+                other = files.Folder(folder.path)
+                for _ in range(2):  # the first error has not given the lock back
+                    with pytest.raises(RuntimeError, match="another fit"), other.lock():
+                        pass
         finally:
             os.killpg(holder.pid, signal.SIGKILL)
-    other = FolderLock(folder.path)
-    for _ in range(2):  # the first error has not given the lock back
-        with pytest.raises(RuntimeError, match=f"process {os.getpid()} on host"):
-            other.take()
-        other.release()
-    lock.release()
-    assert not os.path.exists(lock.path)
-    Path(lock.path).write_text("rubbish")  # of a host that has crashed
-    lock.take()
-    lock.release()
+    with other.lock():
+        pass
 
 
 def test_a_file_system_without_locks_is_a_warning(folder, monkeypatch):
@@ -261,19 +256,8 @@ def test_a_file_system_without_locks_is_a_warning(folder, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.lockf", refuse)
-    lock = FolderLock(folder.path)
-    with pytest.warns(UserWarning, match="has no locks"):
-        lock.take()
-    lock.release()
-    assert not os.path.exists(lock.path)
-
-
-def test_a_folder_with_damaged_checkpoints_only_is_an_error(folder):
-    """And not a training from the beginning, which would overwrite it."""
-    for number in folder.numbers():
-        Path(folder.file(number)).write_bytes(b"tea")
-    with pytest.raises(files.DamagedError, match="does not end"):
-        files.Folder(folder.path).newest()
+    with pytest.warns(UserWarning, match="has no locks"), folder.lock():
+        folder.write({"count": 3, "array": np.full(1000, 3)})
 
 
 def test_a_full_disk_leaves_the_checkpoints_before(folder):
@@ -284,23 +268,13 @@ def test_a_full_disk_leaves_the_checkpoints_before(folder):
     try:
         with pytest.raises(OSError, match="too large"):
             folder.write({"count": 3, "array": np.full(1000, 3)})
-        with pytest.raises(OSError, match="too large"):
-            folder.reserve(8000)
         folder.prepare()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(os.listdir(folder.path)) == before and counted(folder) == (2, 0)
-    folder.reserve(8000)
-    with pytest.raises(OSError):  # too large for a file, or for the disk
-        folder.reserve(2**60)
-    assert sorted(os.listdir(folder.path)) == before
-
-
-def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
-    """Below a file, where even root cannot create one."""
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        files.Folder(str(tmp_path / "file" / "folder")).prepare()
+    folder.check_space(8000)
+    with pytest.raises(OSError, match="No space left"):
+        folder.check_space(2**60)
 
 
 def test_values_come_back_as_they_were(tmp_path):

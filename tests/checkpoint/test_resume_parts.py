@@ -9,7 +9,6 @@ import pytest
 from keras_dist import optimizer
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.states import CallbackStates
-from keras_dist.data.division import DataPosition, Division, ShardSpec
 
 
 def leaf_at(updates, factor, step_multiplier):
@@ -49,41 +48,6 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
         same, optimizer.rate_progress(leaf_at(150, None, 1)), 1
     )
     assert type(same) is keras.optimizers.SGD
-
-
-def batches_of(position, total, size, before=None):
-    """Batches that are dealt to some ranks."""
-    spec = ShardSpec(0, size, position=position, facts_before=before)
-    return Division.of(spec, total, per_step=size, unit="batches")
-
-
-def test_every_batch_of_an_epoch_is_read_once():
-    """On any number of ranks before and after, from every step."""
-    for before in range(1, 5):
-        for after in range(1, 5):
-            whole, steps = batches_of(None, 23, before), -(-23 // before)
-            assert (whole.steps, whole.is_within_epoch) == (steps, False)
-            for done in range(1, steps):
-                position = whole.position(2, done)
-                assert position == DataPosition(2, done, 46 + done * before)
-                rest = batches_of(position, 23, after, whole.facts())
-                left = -(-(23 - done * before) // after)
-                assert rest.count_steps(2) == left and rest.epoch == 2
-                assert rest.count_steps(3) == -(-23 // after)
-                for more in range(left):
-                    position = rest.position(2, more)
-                    assert position.items == 46 + done * before + more * after
-                    assert rest.steps - position.step == left - more
-                assert rest.position(2, left) == DataPosition(3, 0, 69)
-
-
-def test_other_batches_are_refused_in_the_middle():
-    """At the beginning of an epoch they are accepted."""
-    before = batches_of(None, 11, 2).facts()
-    with pytest.raises(ValueError, match="Received: 10 batches"):
-        batches_of(DataPosition(0, 1, 2), 10, 2, before)
-    later = batches_of(DataPosition(1, 0, 11), 10, 2, before)
-    assert (later.epoch, later.first_pass) == (1, 1)
 
 
 @pytest.fixture
