@@ -69,18 +69,15 @@ if not _missing and not _is_command:
             "Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
 
-    from keras_dist.callbacks import (
-        AverageStatistics,
-        BroadcastVariables,
-        LearningRateWarmup,
-        MetricAverage,
-        ReplicaCheck,
-        StopAtAccuracy,
-        StopTogether,
-        Throughput,
-        TrainingTime,
-        first_rank_only,
-    )
+    from keras_dist.callbacks.average_statistics import AverageStatistics
+    from keras_dist.callbacks.broadcast_variables import BroadcastVariables
+    from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
+    from keras_dist.callbacks.metric_average import MetricAverage
+    from keras_dist.callbacks.replica_check import ReplicaCheck
+    from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
+    from keras_dist.callbacks.stop_together import StopTogether
+    from keras_dist.callbacks.throughput import Throughput, TrainingTime
+    from keras_dist.callbacks.user_callbacks import first_rank_only
     from keras_dist.comm import (
         World,
         average,

@@ -13,8 +13,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import keras
 
 from keras_dist import checkpoint, comm, mixin
-from keras_dist.callbacks import on_this_rank, runs_on_first_rank_only
-from keras_dist.callbacks.user_callbacks import autologged_once
+from keras_dist.callbacks.callback_order import on_this_rank
+from keras_dist.callbacks.user_callbacks import autologged_once, runs_on_first_rank_only
 from keras_dist.data import draws
 from keras_dist.data.adapters import is_dealt
 from keras_dist.data.arrays import is_arrays, is_uneven, lists_to_arrays, seed_of_keras

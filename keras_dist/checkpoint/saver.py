@@ -11,8 +11,12 @@ from typing import Any, NoReturn
 import keras
 
 from keras_dist import comm
-from keras_dist.callbacks import AverageStatistics, BroadcastVariables
-from keras_dist.callbacks.broadcast_variables import build_optimizers, state_variables
+from keras_dist.callbacks.average_statistics import AverageStatistics
+from keras_dist.callbacks.broadcast_variables import (
+    BroadcastVariables,
+    build_optimizers,
+    state_variables,
+)
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.files import Folder
 from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank, scale_of

@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, optimizer, private
-from keras_dist.callbacks import runs_on_first_rank_only
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.callbacks.broadcast_variables import seed_states, state_variables
+from keras_dist.callbacks.user_callbacks import runs_on_first_rank_only
 from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.training.metrics import (
     UpdateCounts,

@@ -6,8 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import callbacks as ours
 from keras_dist import comm, optimizer, plan
+from keras_dist.callbacks.added import NextEpoch
+from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
+from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
+from keras_dist.callbacks.user_callbacks import destinations, runs_on_first_rank_only
 from keras_dist.data.adapters import DataAdapter
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed, hold_out, training_feed, validation_feed
@@ -82,7 +85,7 @@ class FitSetup:
             type(callback).__name__
             for callback in self.callbacks
             if type(callback).__module__.split(".")[0] in ("keras", "keras_dist")
-            and not ours.runs_on_first_rank_only(callback)
+            and not runs_on_first_rank_only(callback)
         ]
         return facts | {
             "whether there is validation data": self.validation is not None,
@@ -198,7 +201,7 @@ def prepare(
             validation=validation.plan if validation else None,
             rates=_describe_rates(model, options, factor, step_multiplier),
             is_compiled=bool(model.jit_compile),
-            outputs=ours.destinations(callbacks),
+            outputs=destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
         ),
     )
@@ -210,10 +213,10 @@ def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]
     Returns:
         The callbacks without it, and the options: else the rate would be scaled twice.
     """
-    callbacks = ours.order_callbacks(given, options.target_accuracy)
-    others = [c for c in callbacks if not isinstance(c, ours.LearningRateWarmup)]
+    callbacks = order_callbacks(given, options.target_accuracy)
+    others = [c for c in callbacks if not isinstance(c, LearningRateWarmup)]
     for warmup in callbacks:
-        if isinstance(warmup, ours.LearningRateWarmup):
+        if isinstance(warmup, LearningRateWarmup):
             scaling, epochs = warmup.lr_scaling, warmup.warmup_epochs
             options = replace(options, lr_scaling=scaling, warmup_epochs=epochs)
     return others, options
@@ -228,12 +231,12 @@ def _make_arguments(
     """Make this rank's arguments for `Model.fit`: its data, callbacks and steps."""
     is_first = comm.rank() == 0
     arguments = vars(fit) | training.arguments
-    arguments["callbacks"] = ours.on_this_rank(callbacks)
+    arguments["callbacks"] = on_this_rank(callbacks)
     if comm.size() == 1 and not training.has_epochs:
         # The user's data as it is: Keras decides what it accepts.
         return vars(fit) | {"callbacks": arguments["callbacks"]}
     if training.has_epochs:
-        arguments["callbacks"].append(ours.NextEpoch())
+        arguments["callbacks"].append(NextEpoch())
     arguments["verbose"] = fit.verbose if is_first else 0
     if validation is not None:
         pieces = (validation.arguments[n] for n in ("x", "y", "sample_weight"))
