@@ -164,13 +164,6 @@ def as_files(x, y):
     return records.map(decoded, num_parallel_calls=2).shuffle(9, seed=2).batch(6)
 
 
-def as_repeated(x, y):
-    """Rows of an endless data set in batches of six."""
-    tf.random.set_seed(5)
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).repeat()
-    return rows.batch(6, drop_remainder=True).prefetch(2)
-
-
 def as_unseeded(x, y):
     """Rows that are shuffled without a seed, in batches of six of known number."""
     tf.random.set_seed(None)

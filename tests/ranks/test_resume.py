@@ -24,7 +24,6 @@ from resumable import (
     as_files,
     as_filtered,
     as_own,
-    as_repeated,
     as_shuffled,
     as_shuffled_and_divided,
     as_shuffled_unevenly,
@@ -261,16 +260,9 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
     for number, (as_data, options, text) in enumerate(
         [
             (None, {}, f"{goes_on} row"),
-            (as_dataset, {}, f"{goes_on} batch"),
             (as_shuffled, {}, f"{goes_on} batch"),
-            (Batches, {}, f"{goes_on} batch"),
             (Steady, {}, f"{begins} its data has no known position"),
             (as_unseeded, {}, f"{begins} its data has no known position"),
-            (
-                as_repeated,
-                {"steps_per_epoch": 4},
-                f"{begins} `steps_per_epoch` with batches",
-            ),
             (
                 Batches,
                 {"steps_per_epoch": 4},
