@@ -282,7 +282,7 @@ MUTATIONS = [
     Mutation(
         "start: all ranks begin with the first rank's weights",
         "callbacks/broadcast_variables.py",
-        "comm.broadcast_variables(variables[start:stop], self.root_rank)",
+        "comm.broadcast_variables(variables, self.root_rank)",
         "pass",
         ("test_equivalence.py", "initial_weight"),
     ),
@@ -338,7 +338,7 @@ MUTATIONS = [
     Mutation(
         "resume: dropout masks of each rank",
         "checkpoint/states.py",
-        'for variable, value in zip(_seeds(model), own["seeds"], strict=True):',
+        'for variable, value in zip(seed_states(model), own["seeds"], strict=True):',
         "for variable, value in ():",
         ("test_resume.py", "was_ended"),
     ),
@@ -358,8 +358,8 @@ MUTATIONS = [
     ),
     Mutation(
         "resume: the optimizer's state",
-        "checkpoint/states.py",
-        "variables += found.variables",
+        "callbacks/broadcast_variables.py",
+        "variables += outer.variables",
         "pass",
         ("test_resume.py", "was_ended"),
     ),
