@@ -33,7 +33,6 @@ _WITH_ENTRY = {
     "a host that is gone": "has not responded for",
     "a rank that was killed": "was ended by",
     "a folder in use": "Another training writes to the folder",
-    "resume with another model": "The folder has checkpoints of another model.",
     "resume with other data": "The training cannot",
 }
 
