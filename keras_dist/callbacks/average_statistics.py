@@ -93,7 +93,7 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def _remember(self) -> None:
         added_up = variables_by_rule(self.model)["sum"]
-        self._before = {id(v): keras.ops.convert_to_numpy(v) for v in added_up}
+        self._before = {id(v): comm.to_array(v) for v in added_up}
         restored = zip(added_up, self._loaded, strict=False)
         self._before |= {id(variable): value for variable, value in restored}
         self._loaded = []
@@ -164,7 +164,7 @@ def _exact_terms(variable: Any) -> list[Any]:
 def _add_up(variables: list[Any], before: dict[int, Any]) -> None:
     for variable in variables:
         start = before[id(variable)]
-        added = comm.sum(keras.ops.convert_to_numpy(variable) - start)
+        added = comm.sum(comm.to_array(variable) - start)
         variable.assign(start + added)
 
 

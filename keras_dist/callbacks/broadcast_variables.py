@@ -88,7 +88,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         )
         agree_on_constants(self.model)
         comm.broadcast_variables(variables, self.root_rank)
-        states = [keras.ops.convert_to_numpy(seed) for seed in seeds]
+        states = [comm.to_array(seed) for seed in seeds]
         received = comm.broadcast_arrays(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):
             variable.assign(_seed_of_rank(value, comm.rank() - self.root_rank))

@@ -260,7 +260,7 @@ class Saver(keras.callbacks.Callback):
             callbacks=callbacks,
             ranks=ranks,
             model=states.describe_model(self.model),
-            arrays=list(map(states.copy_value, state_variables(self.model))),
+            arrays=list(map(comm.to_array, state_variables(self.model))),
             scale=scale_of(self._setup.plan),
         )
         self._writer.submit(saved.tree())

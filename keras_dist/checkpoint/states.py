@@ -72,7 +72,7 @@ def read_rank_state(model: Any) -> dict[str, Any]:
     """State of this rank that may differ from the first rank; all ranks call this."""
     variables = state_variables(model)
     own = _own_indices(model, variables)
-    values = {str(index): copy_value(variables[index]) for index in own}
+    values = {str(index): comm.to_array(variables[index]) for index in own}
     digests = {index: digest(value) for index, value in values.items()}
     of_first = comm.broadcast(digests)
     session = session_of(model)
@@ -83,9 +83,9 @@ def read_rank_state(model: Any) -> dict[str, Any]:
             for index, value in values.items()
             if digests[index] != of_first.get(index)
         },
-        "seeds": [copy_value(variable) for variable in seed_states(model)],
+        "seeds": [comm.to_array(variable) for variable in seed_states(model)],
         "metrics": [
-            [copy_value(variable) for variable in part.variables]
+            [comm.to_array(variable) for variable in part.variables]
             for part in stateful_metrics(model.metrics)
         ],
         "rows": rows,
@@ -238,12 +238,6 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     session.restore_rows(rows_trained, [steps, rows, last])
 
 
-def copy_value(variable: Any) -> np.ndarray:
-    """A copy of a variable's value, which later steps do not change."""
-    value = np.asarray(keras.ops.convert_to_numpy(variable))
-    return value if value.flags.owndata else value.copy()
-
-
 def _own_indices(model: Any, variables: Sequence[Any]) -> list[int]:
     """Indices of the variables that may differ between the ranks."""
     own = {id(variable) for variable in model.non_trainable_weights}
@@ -275,7 +269,7 @@ def _merge_ranks(
         # Ranks that have added the same number have equal values.
         if index not in differing and rule != "sum":
             continue
-        first = copy_value(variable)
+        first = comm.to_array(variable)
         values = [own["variables"].get(str(index), first) for own in ranks]
         if rule == "sum":
             start = start_of.get(id(variable), 0)
@@ -296,7 +290,7 @@ def _merge_metrics(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, An
         if merges(metric):
             if comm.rank() == 0:
                 metric.merge_states(values)
-            merged.append([copy_value(variable) for variable in metric.variables])
+            merged.append([comm.to_array(variable) for variable in metric.variables])
             continue
         merged.append(
             [

@@ -33,6 +33,7 @@ from keras_dist.comm.collectives import (
     stack,
     sum,
     sum_tensors,
+    to_array,
     total,
 )
 from keras_dist.comm.compressed import sum_compressed
@@ -86,6 +87,7 @@ __all__ = [
     "sum",
     "sum_compressed",
     "sum_tensors",
+    "to_array",
     "together",
     "total",
     "transport_name",

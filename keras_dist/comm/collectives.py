@@ -149,9 +149,20 @@ def gather(value: Value) -> list[Value]:
     if link is None:
         return [value]
     if _is_tensor(value):
-        value = keras.ops.convert_to_numpy(value)
-        return [tf.convert_to_tensor(array) for array in gather(value)]
+        arrays = gather(to_array(value))
+        return [tf.convert_to_tensor(array) for array in arrays]
     return [verify(message) for message in _gather_bytes(sign(value))]
+
+
+def to_array(value: Any) -> np.ndarray:
+    """Copy a tensor, a variable or a number into an array.
+
+    As `keras.ops.convert_to_numpy`, which fails for one number in bfloat16.
+    """
+    try:
+        return keras.ops.convert_to_numpy(value)
+    except ValueError:
+        return np.array(keras.ops.convert_to_tensor(value).numpy())
 
 
 def gather_unless_equal(value: Any) -> list[Any] | None:
@@ -215,7 +226,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
                 transport.broadcast(link, value, root_rank=root_rank, name=name)
             )
             continue
-        arrays = [keras.ops.convert_to_numpy(variable) for variable in batch]
+        arrays = [to_array(variable) for variable in batch]
         received = broadcast_arrays(arrays, root_rank)
         for variable, array in zip(batch, received, strict=True):
             variable.assign(array)

@@ -351,7 +351,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def _rate(optimizer: Any) -> float:
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    return float(comm.to_array(optimizer.learning_rate))
 
 
 def _scale_momentum(optimizer: Any, factor: float) -> None:

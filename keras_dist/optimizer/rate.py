@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import keras
 
-from keras_dist import mixin, private
+from keras_dist import comm, mixin, private
 from keras_dist.optimizer.nested import leaves, optimizers_of
 
 LearningRateRule = Literal["linear", "sqrt", "none"] | float | Callable[[int], float]
@@ -169,8 +169,8 @@ def restore_rate_progress(leaf: Any, progress: dict[str, float], warmup: float) 
 
 def _counts(leaf: Any) -> tuple[int, int]:
     """Steps, and batches as warm-up counts them."""
-    updates = int(keras.ops.convert_to_numpy(leaf.iterations))
-    steps = int(keras.ops.convert_to_numpy(private.batches_of(leaf)))
+    updates = int(comm.to_array(leaf.iterations))
+    steps = int(comm.to_array(private.batches_of(leaf)))
     return steps, updates * (leaf.gradient_accumulation_steps or 1)
 
 
@@ -183,7 +183,7 @@ def effective_rate(leaf: Any) -> float:
     """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     batches = leaf.gradient_accumulation_steps or 1
-    updates = int(keras.ops.convert_to_numpy(leaf.iterations))
+    updates = int(comm.to_array(leaf.iterations))
     schedule = schedule_of(leaf)
     if schedule is None:
         rate = leaf.learning_rate
@@ -193,7 +193,7 @@ def effective_rate(leaf: Any) -> float:
         )
     before = max(updates - 1, 0) * batches + state.ahead
     factor = 1.0 if state.factor is None else state.factor(before)
-    return float(keras.ops.convert_to_numpy(rate)) * float(factor)
+    return float(comm.to_array(rate)) * float(factor)
 
 
 def effective_rates(model: Any) -> dict[str, float]:

@@ -313,7 +313,7 @@ def _describe_rates(
     def describe(leaf: Any) -> plan.Rate:
         schedule, reading = optimizer.schedule_of(leaf), ""
         if schedule is None:
-            now = float(keras.ops.convert_to_numpy(leaf.learning_rate))
+            now = float(comm.to_array(leaf.learning_rate))
             before, after = plan.format_number(now), plan.format_number(now * factor)
         else:
             before = type(schedule).__name__

@@ -367,14 +367,14 @@ def _find_metric(
 
 def _arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
     """Copy the values of some variables."""
-    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
+    return [comm.to_array(variable) for variable in variables]
 
 
 def _on_host(result: Any) -> Any:
     """Copy a metric's result into Python numbers and NumPy arrays."""
 
     def copy(value: Any) -> Any:
-        array = np.array(keras.ops.convert_to_numpy(value))
+        array = comm.to_array(value)
         return array.item() if array.ndim == 0 else array
 
     return keras.tree.map_structure(copy, result)
@@ -385,7 +385,7 @@ def _arrays_by_path(logs: Any) -> dict[Path, np.ndarray]:
     arrays = {}
     for path, value in keras.tree.flatten_with_path(logs):
         with contextlib.suppress(TypeError, ValueError):
-            arrays[path] = np.asarray(keras.ops.convert_to_numpy(value), np.float64)
+            arrays[path] = np.asarray(comm.to_array(value), np.float64)
     return arrays
 
 

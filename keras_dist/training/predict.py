@@ -316,7 +316,7 @@ def _agree_on_outputs(outputs: Any, model: Any) -> None:
     kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
     checksum = 0
     for weight in model.weights:
-        checksum = zlib.crc32(keras.ops.convert_to_numpy(weight).tobytes(), checksum)
+        checksum = zlib.crc32(comm.to_array(weight).tobytes(), checksum)
     comm.agree(
         {
             "the weights": checksum,

@@ -134,7 +134,7 @@ def _compare_metrics(
     differences = []
     for metric in stateful_metrics(model.metrics):
         variables = metric.variables
-        before = [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
+        before = [comm.to_array(v) for v in variables]
         expected_state, *states = (
             [state[id(variable)].numpy() for variable in variables]
             for state in (whole, *parts)
@@ -174,7 +174,7 @@ def _compare_weights(
         has_changed = any(differs(variable, state) for state in states)
         if id(variable) in normalized or not has_changed:
             continue
-        before = keras.ops.convert_to_numpy(variable)
+        before = comm.to_array(variable)
         after = [state.numpy() for state in states]
         if before.dtype.kind not in "fiu":
             continue
@@ -211,7 +211,7 @@ def _result(metric: Any) -> np.ndarray | None:
     """Return the numbers that a metric gives; `None` if it gives none yet."""
     with contextlib.suppress(Exception):  # as one that has seen no row may raise
         leaves = keras.tree.flatten(metric.result())
-        arrays = [np.ravel(keras.ops.convert_to_numpy(leaf)) for leaf in leaves]
+        arrays = [np.ravel(comm.to_array(leaf)) for leaf in leaves]
         return np.concatenate(arrays).astype("float64")
     return None
 

@@ -189,6 +189,7 @@ def test_objects_are_broadcast_and_gathered(world):
     assert [tensor.shape[0] for tensor in ragged] == list(range(world.size))
     tensor = tf.constant([world.rank, 5], tf.bfloat16)
     assert keras_dist.broadcast(tensor, last).numpy().tolist() == [last, 5]
+    assert [float(each) for each in keras_dist.gather(tensor[1])] == [5.0] * world.size
 
 
 def test_variables_are_broadcast_alone_and_packed(world, monkeypatch):
@@ -199,6 +200,7 @@ def test_variables_are_broadcast_alone_and_packed(world, monkeypatch):
         keras.Variable(np.full(length, world.rank + index), dtype=dtype)
         for index, (dtype, length) in enumerate(kinds)
     ]
+    variables.append(keras.Variable(world.rank + len(kinds), dtype="bfloat16"))
     comm.broadcast_variables(variables, world.size - 1)
     for index, variable in enumerate(variables):
         values = keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))

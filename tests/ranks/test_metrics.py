@@ -454,6 +454,17 @@ def test_values_without_a_metric_are_those_of_one_process_last_step(world, rows)
 
 
 @pytest.mark.several_ranks
+def test_a_metric_may_be_in_bfloat16(rows, make_model):
+    """One number in bfloat16 is what NumPy does not read from TensorFlow's tensors."""
+    model = make_model()
+    kinds = {"a": "bfloat16", "b": "float32"}
+    metrics = [keras.metrics.MeanAbsoluteError(*kind) for kind in kinds.items()]
+    model.compile("sgd", "mse", metrics=metrics)
+    logs = keras_dist.dist_fit(model, *rows, batch_size=8, verbose=0).history
+    assert logs["a"] == pytest.approx(logs["b"], rel=2**-4)
+
+
+@pytest.mark.several_ranks
 def test_an_evaluation_of_a_callback_is_its_own(world, rows, make_model):
     """It may run on one rank; with a `DistributedModel` it is one of all ranks."""
     x, y = rows

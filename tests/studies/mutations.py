@@ -219,8 +219,8 @@ MUTATIONS = [
     Mutation(
         "state: counters are summed",
         "callbacks/average_statistics.py",
-        "added = comm.sum(keras.ops.convert_to_numpy(variable) - start)",
-        "added = keras.ops.convert_to_numpy(variable) - start",
+        "added = comm.sum(comm.to_array(variable) - start)",
+        "added = comm.to_array(variable) - start",
         ("test_aggregation.py", "rule"),
     ),
     Mutation(
