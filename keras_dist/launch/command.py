@@ -19,7 +19,7 @@ from keras_dist.launch.job import run_job
 from keras_dist.launch.monitor.rank_process import DISTRIBUTE, end_with
 from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
 from keras_dist.launch.network import is_loopback
-from keras_dist.launch.output import VERBOSE
+from keras_dist.launch.output import LOG_LEVEL
 from keras_dist.launch.ranks import (
     Command,
     connect_timeout,
@@ -89,7 +89,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         ),
         epilog=(
             "Routine log lines of TensorFlow, such as those about oneDNN and the CPU, "
-            f"are hidden. Set {VERBOSE}=1 to see them."
+            f"are hidden. Set {LOG_LEVEL}=0 to see them."
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
