@@ -51,18 +51,10 @@ class Output:
     Args:
         folder: Folder for one file for each rank; the screen then shows only the first
             rank. By default the screen shows all ranks.
-        is_of_agents: Whether launchers on other hosts have prepared these lines.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        is_of_agents: bool = False,
-    ) -> None:
-        self._is_of_agents = is_of_agents
-        # What is noise on one host may be an error on another one.
-        self._shows_all = is_of_agents or bool(os.environ.get(LOG_LEVEL))
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._shows_all = bool(os.environ.get(LOG_LEVEL))
         self._selector = selectors.DefaultSelector()
         # Whose progress bar is the last line of the terminal, or whose line is shown in
         # part.
@@ -76,7 +68,7 @@ class Output:
         """Read from the pipes of a rank."""
         if self._folder is not None:
             self._files[rank] = _open_log(self._folder / f"rank.{rank}.log")
-        prefix = f"[{rank}] ".encode() if rank and not self._is_of_agents else b""
+        prefix = f"[{rank}] ".encode() if rank else b""
         for pipe, screen in ((stdout, sys.stdout), (stderr, sys.stderr)):
             os.set_blocking(pipe.fileno(), False)
             is_filtered = pipe is stderr and not self._shows_all

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import is_here, parse_endpoint
 from keras_dist.launch.network import address_towards
-from keras_dist.launch.output import Output
 from keras_dist.launch.processes import stopped_by_signals
 from keras_dist.launch.signing import VARIABLE as SECRET
 
@@ -78,7 +77,6 @@ def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None)
     }
     passed_on[SECRET] = secrets.token_hex(16)
     commands: dict[str, HostCommand] = {}
-    output = Output(is_of_agents=True)
     with stopped_by_signals() as stopped:
         try:
             for number, (host, count) in enumerate(hosts.items()):
@@ -87,10 +85,9 @@ def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None)
                 named = {**passed_on, "HOROVOD_HOSTNAME": host.rpartition("@")[2]}
                 own = HostCommand(host, [*map(str, options), *words], named)
                 commands[host] = own
-                output.add(number, own.process.stdout, own.process.stderr)
-            return _wait(commands, stopped, output)
+            return _wait(commands, stopped)
         finally:
-            _end(commands, output)
+            _end(commands)
 
 
 class HostCommand:
@@ -116,8 +113,6 @@ class HostCommand:
         self.process = subprocess.Popen(
             run,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches only this process
         )
         assert self.process.stdin is not None
@@ -160,13 +155,11 @@ def read_environment() -> None:
         ) from error
 
 
-def _wait(
-    commands: Mapping[str, HostCommand], stopped: Sequence[int], output: Output
-) -> int:
+def _wait(commands: Mapping[str, HostCommand], stopped: Sequence[int]) -> int:
     """Wait until the commands of all hosts have ended, or one alone."""
     (first, *_), told, begin = commands, 0, 0.0
     while True:
-        output.pass_on_for(_TICK)
+        time.sleep(_TICK)
         for number in stopped[told:]:
             told += 1
             for command in commands.values():
@@ -188,16 +181,15 @@ def _wait(
             return code or 1
 
 
-def _end(commands: Mapping[str, HostCommand], output: Output) -> None:
-    """End all commands, and pass on the rest of what they print."""
+def _end(commands: Mapping[str, HostCommand]) -> None:
+    """End all commands, after the time in which they print their rest."""
     for command in commands.values():
         command.end_input()
     begin = time.monotonic()
     while any(c.code is None for c in commands.values()) and (
         time.monotonic() - begin < _END_SECONDS
     ):
-        output.pass_on_for(_TICK)
+        time.sleep(_TICK)
     for command in commands.values():
         command.process.kill()
         command.process.wait()
-    output.close()
