@@ -11,6 +11,5 @@
 - `output`: what the ranks print, passed on to the terminal or to files
 - `failures`: reports, which rank failed first, and the message for the user
 - `hosts`, `network`: names of hosts, GPUs; addresses of this host
-- `horovod_library`: what the installed Horovod was built with
 - `monitor/`: where each rank is, and whether the job still makes progress
 """

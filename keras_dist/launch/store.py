@@ -292,36 +292,19 @@ class StoreClient:
         texts = {name: str(text).encode("latin-1") for name, text in found.items()}
         return {name: self._value(name, text) for name, text in texts.items()}
 
-    def probe(self) -> tuple[str, str]:
-        """Find out whether the store takes this host's requests.
-
-        Returns:
-            The address of this host on the network to the store, and the address of
-            the store there.
-
-        Raises:
-            OSError: If it cannot be reached, or does not answer as a store does.
-            PermissionError: If it refuses this host's secret.
-        """
-        try:
-            status, _, ends = self._send("GET", "probe")
-        except http.client.HTTPException as error:
-            raise ConnectionError(f"no store answers: {error!r}") from error
-        if status == _FORBIDDEN:
-            raise PermissionError(f"refused with status {status}")
-        if status not in (_OK, _NOT_FOUND):
-            raise ConnectionError(f"no store answers: status {status}")
-        return ends
-
     def wait(
         self, host: str, *, timeout: float, stopped: Sequence[int] = ()
     ) -> tuple[str, str] | None:
-        """Wait until the store answers `probe`; `None` if `stopped` is filled before.
+        """Wait until the store takes this host's requests.
 
         Args:
             host: Name of this host, for messages.
             timeout: Seconds to wait.
             stopped: Numbers of the signals that this process has received.
+
+        Returns:
+            The address of this host on the network to the store, and the address of
+            the store there; `None` if a signal came before.
 
         Raises:
             ValueError: If the store cannot be reached, or refuses the secret.
@@ -330,26 +313,30 @@ class StoreClient:
         begin = said = time.monotonic()
         while not stopped:
             try:
-                return self.probe()
-            except PermissionError as error:
-                raise ValueError(
-                    "The first host refuses this one. Received: another secret than "
-                    f"that of the job at {meeting}. Give all hosts the same "
-                    "KERAS_DIST_SECRET."
-                ) from error
-            except OSError as error:
-                text = f"{host} cannot reach {meeting} ({error})"
-                now = time.monotonic()
-                if now - begin > timeout:
+                status, _, ends = self._send("GET", "probe")
+            except (OSError, http.client.HTTPException) as error:
+                cause = str(error)
+            else:
+                if status in (_OK, _NOT_FOUND):
+                    return ends
+                if status == _FORBIDDEN:
                     raise ValueError(
-                        f"The first host cannot be reached. Received: {text}, for "
-                        f"{timeout:g} s. Start the same command there, and open all "
-                        "ports between the hosts."
-                    ) from error
-                if now - said > _SAY_SECONDS:
-                    said = now
-                    print_message(f"keras-dist: still waiting: {text}.")
-                time.sleep(_RETRY_SECONDS)
+                        "The first host refuses this one. Received: another secret than "
+                        f"that of the job at {meeting}. Give all hosts the same "
+                        "KERAS_DIST_SECRET."
+                    )
+                cause = f"no store answers: status {status}"
+            text, now = f"{host} cannot reach {meeting} ({cause})", time.monotonic()
+            if now - begin > timeout:
+                raise ValueError(
+                    f"The first host cannot be reached. Received: {text}, for "
+                    f"{timeout:g} s. Start the same command there, and open all ports "
+                    "between the hosts."
+                )
+            if now - said > _SAY_SECONDS:
+                said = now
+                print_message(f"keras-dist: still waiting: {text}.")
+            time.sleep(_RETRY_SECONDS)
         return None
 
     def _value(self, name: str, text: bytes | None) -> Any:

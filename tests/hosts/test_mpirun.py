@@ -6,7 +6,7 @@ import sys
 import pytest
 from test_training import TRAIN, alone, assert_equal, found_of
 
-from keras_dist.launch import horovod_library
+from keras_dist.tools.install import horovod_library
 
 __all__ = ["alone"]  # a fixture
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from network import LAUNCH
 
-from keras_dist.launch import horovod_library
+from keras_dist.tools.install import horovod_library
 
 TRAIN = "tests/hosts/train.py"
 

@@ -270,8 +270,8 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
         found = {"host.1": [1], "host.2": None, "host.3": None}
         assert host.get("host.2") is None and first.get_all("host.") == found
         assert StoreClient("127.0.0.1", store.port, "a guess").put("x", 1) is False
-        with pytest.raises(PermissionError):
-            StoreClient("127.0.0.1", store.port, "a guess").probe()
+        with pytest.raises(ValueError, match="refuses this one"):
+            StoreClient("127.0.0.1", store.port, "a guess").wait("b", timeout=0)
     finally:
         store.close()
 

@@ -15,11 +15,11 @@ import pytest
 
 from keras_dist import __main__ as command
 from keras_dist import version
-from keras_dist.launch import horovod_library
 from keras_dist.tools.install import (
     InstallError,
     build,
     facts,
+    horovod_library,
     recipe,
     steps,
 )

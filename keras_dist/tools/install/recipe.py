@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_dist.launch import horovod_library
+from keras_dist.tools.install import horovod_library
 from keras_dist.tools.install.build import build_wheel, local_version
 from keras_dist.tools.install.facts import (
     HOROVOD,
