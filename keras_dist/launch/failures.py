@@ -25,9 +25,6 @@ _MOST_LINES = 16
 # The error with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit"
 
-# The most characters of a line that is shown.
-_LONGEST = 500
-
 # Lines by which Keras, AutoGraph and TensorFlow say where they were, before a message;
 # code is indented further than a message is.
 _WHERE = re.compile(
@@ -297,8 +294,6 @@ def telling_line(kind: str, message: str) -> str:
     lines = text.removeprefix(head).splitlines()
     line = next((each.strip() for each in lines if not _WHERE.match(each)), "")
     line = head + line.removeprefix(f"{kind}: ")
-    if len(line) > _LONGEST:
-        line = f"{line[:_LONGEST]} …"
     return f"{kind}: {line}" if line else kind
 
 

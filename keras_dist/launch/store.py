@@ -321,8 +321,8 @@ class StoreClient:
                     return ends
                 if status == _FORBIDDEN:
                     raise ValueError(
-                        "The first host refuses this one. Received: another secret than "
-                        f"that of the job at {meeting}. Give all hosts the same "
+                        "The first host refuses this one. Received: another secret "
+                        f"than that of the job at {meeting}. Give all hosts the same "
                         "KERAS_DIST_SECRET."
                     )
                 cause = f"no store answers: status {status}"
