@@ -87,9 +87,9 @@ def run_job(
     job, others = secrets.token_hex(8), [SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
     with (
         processes.reaper(job),  # is forked, so before the first thread
-        processes.stopped_by_signals(*others) as stopped,
         contextlib.ExitStack() as stack,
     ):
+        stopped = processes.note_signals(*others)
         if over_ssh:
             threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
         store = None

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
-from types import FrameType
 
 # The exit code of a job whose ranks have saved; `checkpoint.EXIT_CODE` is the same.
 SAVED = 75
@@ -145,27 +144,19 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-@contextlib.contextmanager
-def stopped_by_signals(*others: signal.Signals) -> Iterator[list[int]]:
-    """Inside the block, signals that stop a job do not end this process.
+def note_signals(*others: signal.Signals) -> list[int]:
+    """From now on, signals that stop a job do not end this process.
 
     Args:
         *others: Signals that stop this job beside Ctrl-C, SIGTERM and SIGHUP.
 
-    Yields:
-        A list, to which the number of each such signal is appended.
+    Returns:
+        A list, to which the number of each such signal will be appended.
     """
     stopped: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.append(number)
-
-    before = {number: signal.signal(number, stop) for number in (*_STOPS, *others)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (*_STOPS, *others):
+        signal.signal(number, lambda number, frame: stopped.append(number))
+    return stopped
 
 
 def is_saving(number: int) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import is_here, parse_endpoint
 from keras_dist.launch.network import address_towards
-from keras_dist.launch.processes import stopped_by_signals
+from keras_dist.launch.processes import note_signals
 from keras_dist.launch.signing import VARIABLE as SECRET
 
 # A firewall that drops port 22 is noticed after 10 s, not 134; a lost host after 30 s.
@@ -77,17 +77,17 @@ def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None)
     }
     passed_on[SECRET] = secrets.token_hex(16)
     commands: dict[str, HostCommand] = {}
-    with stopped_by_signals() as stopped:
-        try:
-            for number, (host, count) in enumerate(hosts.items()):
-                options = ["--over-ssh", "--nnodes", len(hosts), "--node-rank", number]
-                options += ["--rdzv", f"{address}:{port}", "-np", count]
-                named = {**passed_on, "HOROVOD_HOSTNAME": host.rpartition("@")[2]}
-                own = HostCommand(host, [*map(str, options), *words], named)
-                commands[host] = own
-            return _wait(commands, stopped)
-        finally:
-            _end(commands)
+    stopped = note_signals()
+    try:
+        for number, (host, count) in enumerate(hosts.items()):
+            options = ["--over-ssh", "--nnodes", len(hosts), "--node-rank", number]
+            options += ["--rdzv", f"{address}:{port}", "-np", count]
+            named = {**passed_on, "HOROVOD_HOSTNAME": host.rpartition("@")[2]}
+            own = HostCommand(host, [*map(str, options), *words], named)
+            commands[host] = own
+        return _wait(commands, stopped)
+    finally:
+        _end(commands)
 
 
 class HostCommand:
