@@ -132,12 +132,6 @@ class HostCommand:
         with contextlib.suppress(OSError):
             self._input.close()
 
-    @property
-    def code(self) -> int | None:
-        """Its exit code, 128 + n after a signal; `None` while it runs."""
-        code = self.process.poll()
-        return 128 - code if code is not None and code < 0 else code
-
 
 def read_environment() -> None:
     """On a host, read the first line of standard input.
@@ -164,7 +158,8 @@ def _wait(commands: Mapping[str, HostCommand], stopped: Sequence[int]) -> int:
             told += 1
             for command in commands.values():
                 command.write(str(number))
-        codes = {host: c.code for host, c in commands.items() if c.code is not None}
+        polled = {host: each.process.poll() for host, each in commands.items()}
+        codes = {host: code for host, code in polled.items() if code is not None}
         begin = (begin or time.monotonic()) if codes else 0.0
         code = codes.get(first, _LOST)
         passed = time.monotonic() - begin if begin else 0.0
@@ -186,7 +181,7 @@ def _end(commands: Mapping[str, HostCommand]) -> None:
     for command in commands.values():
         command.end_input()
     begin = time.monotonic()
-    while any(c.code is None for c in commands.values()) and (
+    while any(each.process.poll() is None for each in commands.values()) and (
         time.monotonic() - begin < _END_SECONDS
     ):
         time.sleep(_TICK)
