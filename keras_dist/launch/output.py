@@ -56,8 +56,7 @@ class Output:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._shows_all = bool(os.environ.get(LOG_LEVEL))
         self._selector = selectors.DefaultSelector()
-        # Whose progress bar is the last line of the terminal, or whose line is shown in
-        # part.
+        # Whose progress bar is the last line of the terminal.
         self._unfinished: _Lines | None = None
         self._folder = None if folder is None else Path(folder)
         self._files: dict[int, IO[bytes]] = {}
@@ -122,10 +121,10 @@ class Output:
     def _show(self, lines: "_Lines", shown: list[bytes]) -> None:
         last = self._unfinished
         if last is not None and last is not lines and lines.is_beside(last):
-            last.interrupt()
+            last.print(b"\n")
         lines.print(b"".join(shown))
         is_bar = shown[-1].endswith(b"\r") and lines.screen.isatty()
-        self._unfinished = lines if is_bar or lines.is_in_line else None
+        self._unfinished = lines if is_bar else None
 
 
 class _Lines:
@@ -137,14 +136,12 @@ class _Lines:
         self.rank, self.screen, self._prefix = rank, screen, prefix
         self._is_filtered = is_filtered
         self._rest = b""
-        # Whether a part of the current line is shown, and whether another rank has
-        # written since.
-        self.is_in_line, self._is_interrupted = False, False
+        self._is_in_line = False  # a part of the current line is shown
 
     @property
     def has_part(self) -> bool:
         """True if a line has begun, and has no end yet."""
-        return bool(self._rest) or self.is_in_line
+        return bool(self._rest) or self._is_in_line
 
     def add(self, data: bytes) -> list[bytes]:
         """Add data; return what can be shown now: lines, or a part of a long one."""
@@ -159,13 +156,10 @@ class _Lines:
 
     def _prepare(self, piece: bytes) -> bytes:
         """Return a line, or a part of one, as it is shown; empty if it is left out."""
-        was_in_line = self.is_in_line
-        was_interrupted, self._is_interrupted = self._is_interrupted, False
-        self.is_in_line = not piece.endswith((b"\n", b"\r"))
-        if was_in_line and not was_interrupted:
+        was_in_line = self._is_in_line
+        self._is_in_line = not piece.endswith((b"\n", b"\r"))
+        if was_in_line:
             return piece
-        if was_in_line and not piece.strip(b"\r\n"):
-            return b""  # nothing is left of a line whose end has come already
         if self._is_filtered and is_noise(piece):
             return b""
         # A progress bar begins with a carriage return, and what it takes back, which is
@@ -181,11 +175,6 @@ class _Lines:
         """Return True if both are seen on one screen."""
         are_terminals = other.screen.isatty() and self.screen.isatty()
         return other.screen is self.screen or are_terminals
-
-    def interrupt(self) -> None:
-        """End the line on the screen, for another rank's."""
-        self.print(b"\n")
-        self._is_interrupted = self.is_in_line
 
 
 def is_noise(line: bytes, *, driver: str = _DRIVER) -> bool:
