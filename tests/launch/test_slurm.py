@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from ctypes.util import find_library
 from pathlib import Path
 
 import numpy as np
@@ -32,17 +31,11 @@ def there(folder, ranks=2, seconds=60):
         time.sleep(0.1)
 
 
-HAS_PMIX = find_library("pmix") is not None
-PMIX = pytest.mark.skipif(not HAS_PMIX, reason="no PMIx: apt-get install libpmix2")
-
-
 @pytest.mark.parametrize(
-    "options",
-    [["-N2"], pytest.param(["-N1", "--overcommit", "--mpi=pmix"], marks=PMIX)],
-    ids=["nodes", "PMIx"],
+    "options", [["-N2"], ["-N1", "--overcommit"]], ids=["nodes", "node"]
 )
 def test_srun_trains_as_one_process(cluster, tmp_path, options):
-    """Two tasks on two nodes, or on one: on two slurmd of one machine PMIx failed."""
+    """Two tasks, on two nodes or on one."""
     alone, path = tmp_path / "alone.npy", tmp_path / "weights.npy"
     count = 3 - int(options[0][-1])  # on each node
     assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
