@@ -63,8 +63,12 @@ def build(model: Any, step: OwnStep) -> None:
     Raises:
         Exception: What the user's train step raises, if it had to be run once.
     """
+    before = _num_unbuilt(model)
     errors = []
     for method in _methods(model, step):
+        is_begun = _num_unbuilt(model) < before
+        if method is _by_keras and step.is_eager and step.is_of_user and is_begun:
+            continue  # what is left is not built by calling the model, either
         try:
             method(model, step)
         except Exception as error:
@@ -91,12 +95,12 @@ def holds_unbuilt_optimizers(model: Any) -> bool:
 
 def _methods(model: Any, step: OwnStep) -> list[Method]:
     """List ways to build the model: the next is tried where one raises an error."""
-    by_step: Method = _by_running if step.is_eager else _by_tracing
+    methods: list[Method] = [_by_tracing, _by_keras]
     if not step.is_of_user:
-        return [_by_keras, by_step]
-    if step.is_eager:
-        return [by_step] if _num_unbuilt(model) else [_by_keras]
-    return [_by_keras] if _is_complete(model) else [by_step, _by_keras]
+        methods = [_by_keras, _by_tracing]
+    elif _is_complete(model) or (step.is_eager and not _num_unbuilt(model)):
+        return [_by_keras]  # runs no Python of the user's step
+    return [*methods, _by_running] if step.is_eager else methods
 
 
 def _num_unbuilt(model: Any) -> int:
