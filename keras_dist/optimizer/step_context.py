@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import comm
+from keras_dist import comm, mixin
 
 # A place in a step where a number or gradients pass: what it is ("loss", "compute",
 # "tracker", "log", "apply"), and how many of these came before.
@@ -213,3 +213,15 @@ def entered(context: StepContext) -> Iterator[StepContext]:
         yield context
     finally:
         _current.reset(token)
+
+
+def run_inline() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which a `tf.function` of the user's runs as plain Python.
+
+    It would keep a trace that was made in another context, such as that of a trial.
+    """
+
+    def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function.python_function(*args, **kwargs)
+
+    return mixin.replace_methods({(type(tf.function(run)), "__call__"): run})

@@ -1,6 +1,5 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin, private
+from keras_dist import comm, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.lines import warn
@@ -150,7 +149,11 @@ def _by_tracing(model: Any, step: OwnStep) -> None:
     # Gradients are averaged in the step itself, not here.
     context = step_context.StepContext(is_averaged=True)
     try:
-        with preserve_generators(), step_context.entered(context), _run_inline():
+        with (
+            preserve_generators(),
+            step_context.entered(context),
+            step_context.run_inline(),
+        ):
             tf.function(trace, autograph=False).get_concrete_function(specs)
     finally:
         private.clear_losses(model)  # of this graph
@@ -170,18 +173,6 @@ def _made_now(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     kwargs["experimental_enable_variable_lifting"] = False
     with tf.init_scope():
         return next_creator(**kwargs)
-
-
-def _run_inline() -> contextlib.AbstractContextManager[None]:
-    """Context manager in which a `tf.function` of the user's runs as plain Python.
-
-    It would keep the trace, in which no gradient is averaged.
-    """
-
-    def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return function.python_function(*args, **kwargs)
-
-    return mixin.replace_methods({(type(tf.function(run)), "__call__"): run})
 
 
 def _by_running(model: Any, step: OwnStep) -> None:

@@ -554,7 +554,7 @@ class _Runner:
             recorded=calls,
             trial=run,
         )
-        with step_context.entered(context):
+        with step_context.entered(context), step_context.run_inline():
             self._split(self._kinds)(data)
         self._sites, self._has_gathered = list(run.numbers), run.has_gathered
         self._gatherable = {
