@@ -306,7 +306,7 @@ def test_the_same_without_a_graph(world, kind):
     equals_one_process(world, kind, is_eager=True)
 
 
-@pytest.mark.parametrize("kind", shortened(MORE, {Nested, OwnFunction}))
+@pytest.mark.parametrize("kind", shortened(MORE, {Nested, InFunction}))
 def test_steps_inside_of_others_equal_one_process(world, kind):
     """Of models and layers inside, functions of TensorFlow, Keras's own."""
     equals_one_process(world, kind)
