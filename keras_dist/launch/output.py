@@ -9,24 +9,26 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-# TensorFlow's level of logging. If the user sets none, ranks log no routine lines, and
-# some others are left out.
+# TensorFlow's level of logging. If the user sets none, lines that are no news are left
+# out.
 LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
-# Lines of TensorFlow where nothing is wrong, and what a rank logs, and raises as well,
-# when another one has ended.
+# TensorFlow's lines of level INFO, as absl and as TensorFlow itself begin them; lines
+# where nothing is wrong; and what a rank logs, and raises as well, when another one has
+# ended.
 _NOISE = re.compile(
-    rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written"
+    rb"^(?:I\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: I )[\w./]+\.(?:cc|h):\d+\] "
+    rb"|^To enable the following instructions: [A-Z\d_. ]+, in other operations, "
+    rb"|^WARNING: All log messages before absl::InitializeLog\(\) is called are "
+    rb"|TF-TRT Warning: Could not find TensorRT|Input of \w+ will not be optimized be"
     rb"|Attempting to register factory for plugin cu"
     rb"|computation placer already registered\. Please check linkage"
     rb"|(?:OP_REQUIRES failed at mpi_ops\.cc:\d+ |Local rendezvous is aborting with "
     rb"status): UNKNOWN: "
 )
 # That CUDA's driver cannot be loaded, which is noise where there is none.
-_NO_DRIVER, _DRIVER = (
-    b"Failed call to cuInit: UNKNOWN ERROR (303)",
-    "/proc/driver/nvidia",
-)
+_NO_DRIVER = b"Failed call to cuInit: UNKNOWN ERROR (303)"
+_DRIVER = "/proc/driver/nvidia"
 
 _CHUNK = 1 << 16
 

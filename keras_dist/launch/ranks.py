@@ -22,7 +22,7 @@ from keras_dist.launch.failures import (
 )
 from keras_dist.launch.hosts import is_here, num_gpus
 from keras_dist.launch.monitor import rank_process, record
-from keras_dist.launch.output import LOG_LEVEL, Output
+from keras_dist.launch.output import Output
 from keras_dist.launch.processes import ORDERED, is_saving
 from keras_dist.launch.store import assign_ranks, slot_variables
 
@@ -275,7 +275,6 @@ def _environment_of(command: Command, slot: Any) -> dict[str, str]:
         **dict.fromkeys(_THREADS, str(threads)),
         **os.environ,
         "PYTHONUNBUFFERED": "1",
-        LOG_LEVEL: os.environ.get(LOG_LEVEL) or "1",
         **command.environment,
         **slot_variables(slot),
         **quiet,
