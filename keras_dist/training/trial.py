@@ -573,8 +573,9 @@ class _Runner:
 def _join(trials: Sequence[Trial]) -> Trial:
     """Return what all ranks found together.
 
-    A rank may have found nothing, as in a batch without a label. What is a mean on one
-    rank and a sum on another is neither.
+    What is a mean on one rank and a sum on another is neither. A rank may have found
+    nothing, as in a batch without a label. Then the others may be wrong, if each of
+    their rows has one: such a loss is computed from the rows of all ranks.
     """
     every = [trial for trial in trials if not trial.reason]
     if not every:
@@ -592,12 +593,16 @@ def _join(trials: Sequence[Trial]) -> Trial:
         kind = join(kind for kind, _ in found)
         updates.append((kind, max(differences, default=None)))
     sites = {site for trial in every for site in trial.numbers}
+    numbers = {site: join(trial.numbers.get(site) for trial in every) for site in sites}
     gatherable = set.intersection(*(set(trial.gatherable) for trial in every))
+    for site in gatherable & sites:
+        if len({trial.numbers.get(site) is None for trial in every}) > 1:
+            numbers[site] = "neither"
     paths = {path for trial in every for path in trial.weights}
     states = {(s.kind, s.name): s for trial in every[::-1] for s in trial.states}
     return Trial(
         updates,
-        {site: join(trial.numbers.get(site) for trial in every) for site in sites},
+        numbers,
         {site: max(trial.gatherable[site] for trial in every) for site in gatherable},
         {p: max(trial.weights.get(p, 0.0) for trial in every) for p in sorted(paths)},
         [states[key] for key in sorted(states)],

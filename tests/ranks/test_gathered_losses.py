@@ -25,6 +25,8 @@ LABELS[::2, :3] = 9  # more of them on the first of two ranks
 MISSING = np.where(RANDOM.random((51, 3)) < 0.4, np.nan, Y)
 MISSING[50] = Y[50]
 MISSING[:10:2] = np.nan  # the first of two ranks has no label of the first batch
+ONE_HAS_NONE = Y.copy()
+ONE_HAS_NONE[:10:2] = np.nan  # and the other one has all: a mean, as far as it sees
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +124,8 @@ LOSSES = {
     )
 }
 LOSSES |= {
+    "none_and_nan": (masked_mean, ONE_HAS_NONE),
+    "none_and_zero": (columns, ONE_HAS_NONE),
     "dice": (keras.losses.Dice(dtype="float64"), Y),
     "tversky": (keras.losses.Tversky(alpha=0.3, beta=0.7, dtype="float64"), Y),
     "circle": (
@@ -201,6 +205,12 @@ def test_it_does_so_with_a_batch_of_each_rank(name):
 def test_it_does_so_without_a_graph(name):
     """The same collectives run one after the other."""
     assert_equal(name, run_eagerly=True)
+
+
+@pytest.mark.parametrize("name", ["none_and_nan", "none_and_zero"])
+def test_a_rank_without_a_label_has_all_of_them_gathered(name):
+    """No rank sees alone that the loss is no mean over rows."""
+    assert_equal(name)
 
 
 def test_the_plan_says_how_much_is_gathered(world, capsys):
