@@ -593,7 +593,9 @@ def _join(trials: Sequence[Trial]) -> Trial:
         kind = join(kind for kind, _ in found)
         updates.append((kind, max(differences, default=None)))
     sites = {site for trial in every for site in trial.numbers}
-    numbers = {site: join(trial.numbers.get(site) for trial in every) for site in sites}
+    numbers: dict[Site, str | None] = {
+        site: join(trial.numbers.get(site) for trial in every) for site in sites
+    }
     gatherable = set.intersection(*(set(trial.gatherable) for trial in every))
     for site in gatherable & sites:
         if len({trial.numbers.get(site) is None for trial in every}) > 1:
