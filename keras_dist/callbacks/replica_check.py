@@ -171,9 +171,9 @@ class ReplicaCheck(keras.callbacks.Callback):
         root = ranks.index(Counter(ranks).most_common(1)[0][0])
         is_other = table != table[:, [root]]
         differing = np.flatnonzero(is_other.any(axis=1)).tolist()
-        message = self._message(
-            [variables[index].path for index in differing], is_other[differing[0]], root
-        )
+        # With the names of the first rank: Keras counts layers in each process.
+        paths = comm.broadcast([variables[index].path for index in differing])
+        message = self._message(paths, is_other[differing[0]], root)
         if self.action == "raise":
             with comm.together():
                 raise RuntimeError(message)
