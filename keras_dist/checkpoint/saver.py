@@ -53,9 +53,9 @@ class Writer:
     def finish(self) -> None:
         """Write what is left, and end the thread."""
         self._thread.shutdown()
-        self.warn_of_failure()
+        self.warn_if_failed()
 
-    def warn_of_failure(self) -> None:
+    def warn_if_failed(self) -> None:
         """Warn once if the last checkpoint could not be written."""
         done = [write for write in self._writes if write.done()]
         self._writes = [write for write in self._writes if write not in done]
@@ -247,7 +247,7 @@ class Saver(keras.callbacks.Callback):
         self._requests.saved_at = time.monotonic()
         if self._writer is None:
             return
-        self._writer.warn_of_failure()
+        self._writer.warn_if_failed()
         division = self._feed.division
         saved = Saved(
             position=position,

@@ -34,7 +34,7 @@ from keras_dist.training.batch_norm import GlobalMoments
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are averaged, checked.
+    """Checked options of the average of gradients.
 
     Args:
         op: `Average` or `Sum`.
@@ -356,7 +356,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make the gradients of a tape those of all ranks.
+    """Let a tape return gradients averaged over all ranks.
 
     An optimizer of this module does not average them again.
 
@@ -392,7 +392,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
 
 
 class ReducesTape:
-    """Mixin for a tape: its gradients are those of all ranks."""
+    """Mixin for a tape that averages its gradients over all ranks."""
 
     _settings: Settings
 

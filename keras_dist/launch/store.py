@@ -138,7 +138,7 @@ class Store:
         self._thread.start()
 
     def open(self, slots: Sequence[Any]) -> None:
-        """Forget the values of ranks, and let those of a start find each other.
+        """Forget the values of the last start, and let the ranks of a new one meet.
 
         Args:
             slots: The slots of all ranks, by `assign_ranks`.

@@ -218,7 +218,8 @@ def entered(context: StepContext) -> Iterator[StepContext]:
 def run_inline() -> contextlib.AbstractContextManager[None]:
     """Context manager in which a `tf.function` of the user's runs as plain Python.
 
-    It would keep a trace that was made in another context, such as that of a trial.
+    It keeps its traces, and would use that of a trial, or of the half of a step that
+    XLA compiles, where `apply` averages nothing.
     """
 
     def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -234,13 +234,13 @@ def make_data():
     return generator.normal(size=(24, 3)), generator.normal(size=(24, 2))
 
 
-def trained(fit, kind, size, seed=4, is_eager=False, **arguments):
+def trained(fit, kind, size, seed=4, is_eager=False, xla=False, **arguments):
     """A model after two epochs; `size` ranks in one."""
     keras.utils.set_random_seed(seed)
     model = kind()
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.rate_of_head = 0.01
-    compiled = {}
+    compiled = {"jit_compile": True} if xla else {}
     if kind is LossBuilds:
         compiled = {"loss": "mse"}
     if kind is OwnMetrics:
@@ -304,6 +304,12 @@ def test_a_step_that_calls_something_else_equals_one_process(world, kind):
 def test_the_same_without_a_graph(world, kind):
     """With `run_eagerly`, in which a step may read values."""
     equals_one_process(world, kind, is_eager=True)
+
+
+@pytest.mark.parametrize("kind", shortened([Compiled, InFunction], {InFunction}))
+def test_xla_compiles_a_function_inside_of_a_step(world, kind):
+    """It keeps no trace in which gradients are recorded and not averaged."""
+    equals_one_process(world, kind, xla=True)
 
 
 @pytest.mark.parametrize("kind", shortened(MORE, {Nested, InFunction}))
