@@ -6,7 +6,7 @@ import sys
 import pytest
 from test_training import TRAIN, alone, assert_equal, found_of
 
-from keras_dist.tools.install import horovod_library
+from keras_dist.tools.install import recipe
 
 __all__ = ["alone"]  # a fixture
 
@@ -15,7 +15,7 @@ def missing():
     """What `mpirun` lacks here; empty if nothing."""
     if shutil.which("mpirun") is None:
         return "mpirun: apt-get install openmpi-bin"
-    library = horovod_library.installed_library()
+    library = recipe.find_library()
     if library is None or b"libmpi." not in library.read_bytes():
         return "MPI in Horovod: keras-dist install-horovod --mpi"
     return ""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from network import LAUNCH
 
-from keras_dist.tools.install import horovod_library
+from keras_dist.tools.install import recipe
 
 TRAIN = "tests/hosts/train.py"
 
@@ -53,9 +53,7 @@ def debian_names(net):
         net.write_hosts(name, "".join(["127.0.0.1 localhost\n", *own, *others]))
 
 
-@pytest.mark.skipif(
-    not horovod_library.is_installed(), reason="left out: Horovod has no patch"
-)
+@pytest.mark.skipif(not recipe.is_patched(), reason="left out: Horovod has no patch")
 def test_four_ranks_on_two_hosts_use_the_network_that_is_named(net, shared, alone):
     """One and three, with Debian's own names, and gradients on the second network."""
     debian_names(net)

@@ -74,8 +74,7 @@ def test_everything_passes_here(ranks, tmp_path):
     assert tuple(results) == (*HOST_CHECKS, *RANK_CHECKS)
     assert results["training"].status == "ok"
     if ranks > 1:
-        speeds = results["sums"].data.values()
-        assert len(speeds) == 5 and min(s["bytes_per_second"] for s in speeds) > 0
+        assert results["sums"].seen.count(" GB/s)") == 5
 
 
 @pytest.mark.long
@@ -108,7 +107,7 @@ H100 = "NVIDIA H100, driver 580.95"
         ([H100], "", {"nccl": False}, "warning", "install-horovod --nccl"),
         ([H100], "", {"cuda": ""}, "failed", "tensorflow[and-cuda]"),
         ([], "no devices", {}, "warning", "nvidia-smi lists none: no devices"),
-        ([], "", {}, "untried", "no nvidia-smi"),
+        ([], "", {}, "ok", "no nvidia-smi"),
     ],
 )
 def test_a_gpu_needs_cuda_and_nccl(gpus, error, changed, status, text):

@@ -2,34 +2,23 @@
 
 import argparse
 import collections
-import datetime
 import json
 import os
-import shlex
-import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from keras_dist.clusters import find_place
 from keras_dist.launch.command import add_where
 from keras_dist.launch.hosts import num_gpus
-from keras_dist.tools.check.host import Result, Status, check_host, parse_line
+from keras_dist.tools.check.host import Result, check_host, parse_line
 from keras_dist.version import __version__
 
 # The checks of `ranks`, which is not imported here: it needs TensorFlow.
 RANK_CHECKS = ("connect", "alike", "devices", "sums", "training")
 
-# For each status its sign, and its name in the summary.
-_STATES: dict[Status, tuple[str, str]] = {
-    "ok": ("✔", "passed"),
-    "failed": ("✘", "failed"),
-    "warning": ("!", "to be looked at"),
-    "untried": ("–", "not tried"),
-}
-_INDENT, _WIDEST = " " * 14, 120
+_SIGNS = {"ok": "✔", "failed": "✘", "warning": "!"}
 
 
 def add_check(commands: argparse._SubParsersAction) -> None:
@@ -76,26 +65,23 @@ def _run(options: argparse.Namespace, words: Sequence[str] | None) -> int:
     """Run the checks of this host, and those of ranks unless `words` is `None`."""
     results = list[Result]()
 
-    def show(result: Result) -> None:
-        results.append(result)
-        print(describe(result), flush=True)
+    def show(checks: Iterator[Result]) -> bool:
+        for result in checks:
+            results.append(result)
+            print(f"  {_SIGNS[result.status]} {result.name:<9} {result.seen}")
+            if result.cure:
+                print(f"{' ' * 14}→ {result.cure}")
+            sys.stdout.flush()
+        return all(each.status != "failed" for each in results)
 
-    for result in check_host():
-        show(result)
-    if words is not None:
-        is_ready = all(each.status != "failed" for each in results)
-        for result in check_ranks(words) if is_ready else untried(RANK_CHECKS):
-            show(result)
-    has_passed = all(each.status != "failed" for each in results)
-    print(f"\n{summarize(results)}")
+    has_passed = show(check_host())
+    if has_passed and words is not None:
+        has_passed = show(check_ranks(words))
+    counts = collections.Counter(result.status for result in results)
+    print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))
     if options.json:
-        content = {
-            "keras_dist": __version__,
-            "command": shlex.join(["keras-dist", *sys.argv[1:]]),
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "passed": has_passed,
-            "results": [vars(each) for each in results],
-        }
+        content = {"keras_dist": __version__, "passed": has_passed}
+        content |= {"results": [vars(each) for each in results]}
         Path(options.json).write_text(json.dumps(content, indent=2) + "\n")
     return 0 if has_passed else 1
 
@@ -131,37 +117,3 @@ def check_ranks(words: Sequence[str]) -> Iterator[Result]:
         seen = f"the ranks ended with exit code {process.returncode}: see above"
         cure = "docs/troubleshooting.md explains the messages, and what to do."
         yield Result(left[0], "failed", seen, cure)
-        yield from untried(left[1:])
-
-
-def untried(names: Sequence[str]) -> list[Result]:
-    """Return results for checks of ranks that cannot be tried."""
-    return [Result(name, "untried", "see what failed before") for name in names]
-
-
-def describe(result: Result) -> str:
-    """Write one result, wrapped to the width of the terminal.
-
-    >>> print(describe(Result("devices", "ok", "GPU 0")))
-      ✔ devices   GPU 0
-    """
-    wrapper = textwrap.TextWrapper(
-        min(_WIDEST, shutil.get_terminal_size().columns),
-        initial_indent=f"  {_STATES[result.status][0]} {result.name:<9} ",
-        subsequent_indent=_INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    text = wrapper.fill(" ".join(result.seen.split()))
-    wrapper.initial_indent = f"{_INDENT}→ "
-    return f"{text}\n{wrapper.fill(result.cure)}" if result.cure else text
-
-
-def summarize(results: Sequence[Result]) -> str:
-    """Say how many checks have passed.
-
-    >>> summarize([Result("a", "ok", ""), Result("b", "failed", "")])
-    '1 passed, 1 failed'
-    """
-    counts = collections.Counter(_STATES[result.status][1] for result in results)
-    return ", ".join(f"{count} {name}" for name, count in counts.items())

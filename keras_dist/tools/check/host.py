@@ -8,14 +8,13 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from keras_dist.launch.hosts import ranges
 from keras_dist.launch.network import addresses
 from keras_dist.tools.install.facts import CUDA, is_supported
 from keras_dist.tools.install.recipe import Built, probe
-from keras_dist.tools.install.steps import remedy_for
 from keras_dist.version import (
     KERAS,
     TENSORFLOW,
@@ -25,7 +24,7 @@ from keras_dist.version import (
 )
 
 # A warning is a check that passed, but deserves a look.
-Status = Literal["ok", "failed", "warning", "untried"]
+Status = Literal["ok", "failed", "warning"]
 
 # The beginning of a line of output that is a report.
 _MARK = "@keras-dist-check@ "
@@ -43,14 +42,12 @@ class Result:
         status: The outcome.
         seen: What was seen, in words.
         cure: What to do; empty if nothing.
-        data: Numbers and facts, for `--json`.
     """
 
     name: str
     status: Status
     seen: str
     cure: str = ""
-    data: Mapping[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the line that a rank prints for the command."""
@@ -121,22 +118,21 @@ def check_versions(versions: Mapping[str, str]) -> Result:
     seen = ", ".join(f"{name} {number or 'none'}" for name, number in versions.items())
     if "" in versions.values():
         cure = f"pip install '{TENSORFLOW}' '{KERAS}' && keras-dist install-horovod"
-        return Result("versions", "failed", seen, cure, versions)
+        return Result("versions", "failed", seen, cure)
     if not is_supported(versions["TensorFlow"]):
         cure = f"keras_dist was tried with TensorFlow {TENSORFLOW_RANGE}."
-        return Result("versions", "warning", seen, cure, versions)
-    return Result("versions", "ok", seen, data=versions)
+        return Result("versions", "warning", seen, cure)
+    return Result("versions", "ok", seen)
 
 
 def check_horovod(built: Built | None, error: str) -> Result:
     """Check that Horovod can be imported, and has keras_dist's patches."""
     if built is None:
-        cure = remedy_for(error) or "keras-dist install-horovod"
-        return Result("Horovod", "failed", error, cure)
+        return Result("Horovod", "failed", error, "keras-dist install-horovod")
     seen, patches = str(built).splitlines()
     if not built.is_patched:
-        return Result("Horovod", "warning", seen, patches, vars(built))
-    return Result("Horovod", "ok", seen, data=vars(built))
+        return Result("Horovod", "warning", seen, patches)
+    return Result("Horovod", "ok", seen)
 
 
 def check_gpus(gpus: list[str], error: str, built: Built | None) -> Result:
@@ -146,12 +142,11 @@ def check_gpus(gpus: list[str], error: str, built: Built | None) -> Result:
             "If this host has GPUs: load the driver, or start the container with them."
         )
         return Result("GPUs", "warning", f"nvidia-smi lists none: {error}", cure)
-    if not gpus:
-        return Result("GPUs", "untried", "no nvidia-smi: ranks compute on CPUs")
-    seen = f"{len(gpus)} × {', '.join(dict.fromkeys(gpus))}"
-    if built is None:
-        return Result("GPUs", "untried", seen)
-    seen += f"; TensorFlow is built for CUDA {built.cuda or 'none'}"
+    if not gpus or built is None:
+        seen = ", ".join(gpus) or "no nvidia-smi: ranks compute on CPUs"
+        return Result("GPUs", "ok", seen)
+    seen = f"{len(gpus)} × {', '.join(dict.fromkeys(gpus))}; "
+    seen += f"TensorFlow is built for CUDA {built.cuda or 'none'}"
     if not built.cuda:
         cure = "pip install 'tensorflow[and-cuda]', then keras-dist install-horovod"
         return Result("GPUs", "failed", seen, cure)

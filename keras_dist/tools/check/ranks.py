@@ -3,7 +3,6 @@
 All ranks try the checks in this order, and the first rank of each host reports them.
 """
 
-import hashlib
 import os
 import statistics
 import time
@@ -60,7 +59,7 @@ def check_ranks() -> Iterator[Result]:
     yield check_alike([each["versions"] for each in facts], hosts)
     yield check_devices(facts, hosts)
     yield check_sums(hosts)
-    yield check_training(hosts)
+    yield check_training()
 
 
 def rank_facts() -> dict[str, Any]:
@@ -126,14 +125,14 @@ def check_devices(facts: Sequence[Facts], hosts: Sequence[str]) -> Result:
     elif without and len(cores) > len(set(cores)):
         status, seen = "warning", f"{seen}; ranks use the same cores"
         cure = "Start fewer ranks, or unset KERAS_DIST_BIND and the numbers of threads."
-    return Result("devices", status, seen, cure, {"devices": devices})
+    return Result("devices", status, seen, cure)
 
 
 def check_sums(hosts: Sequence[str]) -> Result:
     """Check that sums of tensors over the ranks are right, and how fast they are."""
     if comm.size() == 1:
-        return Result("sums", "untried", "one rank sends nothing")
-    texts, data = [], {}
+        return Result("sums", "ok", "one rank sends nothing")
+    texts = []
     for size, num_bytes in SIZES.items():
         # Small whole numbers, whose sums are exact in every order.
         numbers = tf.constant(np.resize(np.arange(7, dtype="float32"), num_bytes // 4))
@@ -156,11 +155,10 @@ def check_sums(hosts: Sequence[str]) -> Result:
         # With any algorithm each rank sends as much (Patarasuk and Yuan, 2009).
         rate = 2 * (comm.size() - 1) / comm.size() * num_bytes / seconds
         texts.append(f"{size} {seconds * 1e3:.3g} ms ({rate / 1e9:.2g} GB/s)")
-        data[size] = {"seconds": seconds, "bytes_per_second": rate}
-    return Result("sums", "ok", ", ".join(texts), data=data)
+    return Result("sums", "ok", ", ".join(texts))
 
 
-def check_training(hosts: Sequence[str]) -> Result:
+def check_training() -> Result:
     """Check that all ranks train the model that plain Keras trains on one process."""
     # TF32 rounds to ten bits, which the tolerance does not expect.
     tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -174,26 +172,16 @@ def check_training(hosts: Sequence[str]) -> Result:
         single.fit(x, y, batch_size=_BATCH * comm.size(), **fit)
         single.optimizer.learning_rate = _RATE  # which `dist_fit` leaves as it was
         expected = _state(single)
-    digest = hashlib.sha256(b"".join(each.tobytes() for each in trained)).hexdigest()
-    digests = comm.gather(digest)
-    odd = [rank for rank, each in enumerate(digests) if each != digests[0]]
     # A NaN is the largest.
     gap = np.max(comm.gather(_difference(trained, comm.broadcast(expected))))
     seen = f"{gap:.1e} from plain Keras on one process (at most {_TOLERANCE:.0e})"
-    if odd:
-        seen = f"{name_ranks(odd, hosts)} and rank 0 hold different bits; {seen}"
-        cure = (
-            "A fault of memory or device, or hosts with different processors. "
-            'ReplicaCheck(action="resync") keeps the ranks equal.'
-        )
-        return Result("training", "failed", seen, cure)
-    if not gap <= _TOLERANCE:
-        cure = (
-            "Do not trust a training here. Try each host by itself: a device may "
-            "compute wrongly. If none does, report it with the file of `--json`."
-        )
-        return Result("training", "failed", seen, cure)
-    return Result("training", "ok", f"all ranks bitwise equal; {seen}")
+    if gap <= _TOLERANCE:
+        return Result("training", "ok", seen)
+    cure = (
+        "Do not trust a training here. Try each host by itself: a device may compute "
+        "wrongly. If none does, report it with the file of `--json`."
+    )
+    return Result("training", "failed", seen, cure)
 
 
 def _make_rows(count: int) -> tuple[Any, Any]:

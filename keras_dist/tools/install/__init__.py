@@ -2,10 +2,9 @@
 
 - `recipe`: take a wheel that fits, or build one; install it; what the installed one
   was built for
-- `horovod_library`: whether the installed one has our changes
 - `facts`: what this environment has, what is missing for a build, what to choose
 - `build`: build a wheel: the source, our changes (`patches/`), flags and variables
-- `steps`: run commands with a log, show their progress, explain their errors
+- `steps`: run commands with a log, and show their errors
 """
 
 from keras_dist.tools.install.recipe import install_horovod

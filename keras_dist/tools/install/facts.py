@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -179,58 +179,46 @@ def is_supported(version: str) -> bool:
     return FIRST_TENSORFLOW <= parsed(version) <= LAST_TENSORFLOW
 
 
-class Missing(NamedTuple):
-    """What is missing, what to do about it, and Debian's packages that have it."""
+def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[str]:
+    """List what is missing for a build, with MPI and NCCL if requested, and the cure.
 
-    what: str
-    advice: str = ""
-    debian: tuple[str, ...] = ()
-
-
-def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[Missing]:
-    """List everything that is missing for a build, with MPI and NCCL if requested."""
-    missing = []
-    if parsed(facts.tensorflow or "") < FIRST_TENSORFLOW:
-        found = facts.tensorflow or "none for Python {}.{}".format(*facts.python)
-        wanted = TENSORFLOW.replace("tensorflow", facts.distribution)
-        what = f"TensorFlow, {TENSORFLOW_RANGE}. Received: {found}."
-        missing.append(Missing(what, f"pip install '{wanted}'"))
-    if not facts.has_pip:
-        advice = "`uv pip install pip` in one of uv's, else `python -m ensurepip`."
-        missing.append(Missing("pip in this Python", advice, ("python3-venv",)))
-    if not facts.has_compiler:
-        what = "a C++ compiler: what CXX names, or else g++"
-        missing.append(Missing(what, debian=("g++",)))
-    if not facts.has_make:
-        missing.append(Missing("make", debian=("make",)))
-    if mpi and not facts.has_open_mpi:
-        what = "Open MPI (mpicxx and mpirun on the PATH)"
-        missing.append(Missing(what, debian=("libopenmpi-dev", "openmpi-bin")))
-    if nccl and facts.distribution != "tensorflow":
-        name = facts.distribution
-        what = f"for NCCL, the distribution `tensorflow`. Received: `{name}`."
-        advice = (
-            f"pip uninstall -y {name} && pip install tensorflow=={facts.tensorflow}"
-        )
-        missing.append(Missing(what, advice))
-    if nccl and facts.cuda_home is None:
-        what = "for NCCL, a CUDA toolkit with nvcc and the runtime's headers"
-        advice = f"pip install '{CUDA}', or set CUDA_HOME to the folder of another one."
-        missing.append(Missing(what, advice))
-    if nccl and facts.nccl is None:
-        advice = "pip install nvidia-nccl-cu12, or set NCCL_HOME to its folder."
-        missing.append(Missing("NCCL: nccl.h and libnccl.so", advice))
-    return missing
-
-
-def explain(missing: Sequence[Missing]) -> str:
-    """Write the message about what is missing, with Debian's packages."""
-    lines = ["Horovod cannot be installed here. Missing:"]
-    for item in missing:
-        lines += [f"  - {item.what}", *([f"    {item.advice}"] if item.advice else [])]
-    packages = dict.fromkeys(name for item in missing for name in item.debian)
-    if packages:
-        lines.append("On Debian or Ubuntu, as root or after `sudo`:")
-        lines.append(f"    apt-get install {' '.join(packages)}")
-        lines.append("docs/how_to/install.md has the packages of other systems.")
-    return "\n".join(lines)
+    Packages are those of Debian and Ubuntu; docs/how_to/install.md has others.
+    """
+    received = facts.tensorflow or "none for Python {}.{}".format(*facts.python)
+    name = facts.distribution
+    needs = [
+        (
+            parsed(facts.tensorflow or "") >= FIRST_TENSORFLOW,
+            f"TensorFlow, {TENSORFLOW_RANGE}. Received: {received}. Run: pip install "
+            f"'{TENSORFLOW.replace('tensorflow', name)}'",
+        ),
+        (
+            facts.has_pip,
+            "pip: apt-get install python3-venv; in one of uv's: uv pip install pip",
+        ),
+        (
+            facts.has_compiler,
+            "a C++ compiler, what CXX names or else g++: apt-get install g++",
+        ),
+        (facts.has_make, "make: apt-get install make"),
+        (
+            facts.has_open_mpi or not mpi,
+            "Open MPI: apt-get install libopenmpi-dev openmpi-bin",
+        ),
+        (
+            name == "tensorflow" or not nccl,
+            f"for NCCL, the distribution `tensorflow`. Received: `{name}`. Run: pip "
+            f"uninstall -y {name} && pip install tensorflow=={facts.tensorflow}",
+        ),
+        (
+            facts.cuda_home or not nccl,
+            f"for NCCL, nvcc and the runtime's headers: pip install '{CUDA}', or set "
+            "CUDA_HOME to the folder of another toolkit",
+        ),
+        (
+            facts.nccl or not nccl,
+            "NCCL, nccl.h and libnccl.so: pip install nvidia-nccl-cu12, or set "
+            "NCCL_HOME to its folder",
+        ),
+    ]
+    return [need for is_met, need in needs if not is_met]

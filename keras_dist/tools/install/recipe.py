@@ -1,5 +1,6 @@
 """Install Horovod: a wheel that fits, or one that is built now; and verify it."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_dist.tools.install import horovod_library
 from keras_dist.tools.install.build import build_wheel, local_version
 from keras_dist.tools.install.facts import (
     HOROVOD,
@@ -16,7 +16,6 @@ from keras_dist.tools.install.facts import (
     Facts,
     choose,
     detect,
-    explain,
     find_missing,
     minor_of,
 )
@@ -25,7 +24,6 @@ from keras_dist.tools.install.steps import (
     PYTHON,
     InstallError,
     Steps,
-    remedy_for,
 )
 
 _INSTALL = (*PIP, "install")
@@ -48,6 +46,15 @@ print(json.dumps({
     "cuda": tensorflow.sysconfig.get_build_info().get("cuda_version", ""),
 }))
 """
+
+# Stand in the library if it was compiled from the changed source: texts of debug
+# messages, and names of variables.
+MARKS = (
+    "keras_dist: process sets use the network interface ",
+    "KERAS_DIST_LONGEST_CYCLE_MS",
+    "KERAS_DIST_READ_MEMORY",
+    "keras_dist: the sum is in place",
+)
 
 _PATCHED = "It has keras_dist's patches."
 _NOT_PATCHED = (
@@ -94,6 +101,22 @@ def is_enough(installed: Built, *, mpi: bool | None, nccl: bool | None) -> bool:
     return fits and installed.mpi >= bool(mpi) and installed.nccl >= bool(nccl)
 
 
+def find_library() -> Path | None:
+    """Find Horovod's library in this environment, without importing it."""
+    found = importlib.util.find_spec("horovod")
+    for folder in (found and found.submodule_search_locations) or []:
+        for library in Path(folder).glob("tensorflow/mpi_lib*.so"):
+            return library
+    return None
+
+
+def is_patched() -> bool:
+    """Return True if a Horovod is installed that was compiled from our source."""
+    library = find_library()
+    content = b"" if library is None else library.read_bytes()
+    return all(mark.encode() in content for mark in MARKS)
+
+
 def probe() -> tuple[Built | None, str]:
     """Import Horovod in a new interpreter.
 
@@ -112,7 +135,7 @@ def probe() -> tuple[Built | None, str]:
     if result.returncode != 0:
         return None, "\n".join(result.stderr.splitlines()[-5:])
     values = json.loads(result.stdout.splitlines()[-1])
-    return Built(**values, is_patched=horovod_library.is_installed()), ""
+    return Built(**values, is_patched=is_patched()), ""
 
 
 def install_horovod(
@@ -152,7 +175,8 @@ def install_horovod(
         if places:
             print(f"No wheel of Horovod in {' or '.join(places)} fits: it is built.")
         if missing := find_missing(facts, mpi=bool(mpi), nccl=bool(nccl)):
-            raise InstallError(explain(missing))
+            lines = ["Horovod cannot be installed here. Missing:", *missing]
+            raise InstallError("\n  - ".join(lines))
         choice = choose(facts, mpi=mpi, nccl=nccl)
         build_and_install(facts, choice, steps, wheel_dir)
         how = "built"
@@ -218,12 +242,11 @@ def verify(how: str) -> Built:
         return installed
     if installed is not None:
         error = (
-            f"without keras_dist's patches: {horovod_library.installed_library()}. "
+            f"without keras_dist's patches: {find_library()}. "
             "Perhaps another Horovod comes first in Python's search path."
         )
     raise InstallError(
-        f"Horovod {HOROVOD} was {how} and installed, but cannot be imported:\n{error}\n"
-        f"{remedy_for(error)}".rstrip()
+        f"Horovod {HOROVOD} was {how} and installed, but cannot be imported:\n{error}"
     )
 
 

@@ -1,6 +1,5 @@
 """Run the commands of an installation: their log, and their errors."""
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -12,46 +11,6 @@ PYTHON = (sys.executable, "-P")
 PIP = (*PYTHON, "-m", "pip", "--disable-pip-version-check")
 
 _LAST_LINES = 20
-
-_ERROR = re.compile(r"\berror: |CMake Error")
-
-# Patterns of the output of a failed build, and their remedies; the first match counts.
-# A line of CMake that begins with "-- " is no error: CMake continues without the
-# library.
-_REMEDIES = {
-    r"No space left on device": (
-        "The disk is full. Free some space, or set TMPDIR to a folder that has 2 GB."
-    ),
-    r"Killed|[Cc]annot allocate memory|virtual memory exhausted": (
-        "The memory is full. Compile one file at a time: set MAKEFLAGS=-j1."
-    ),
-    r"Python\.h: No such file": (
-        "The headers of Python are missing: apt-get install python3-dev"
-    ),
-    r"mpi\.h: No such file|(?<!-- )Could NOT find MPI": (
-        "Open MPI cannot be used: apt-get install libopenmpi-dev openmpi-bin, or pass "
-        "--no-mpi."
-    ),
-    r"nccl\.h: No such file|(?<!-- )Could NOT find NCCL": (
-        "NCCL cannot be used: pip install nvidia-nccl-cu12, or pass --no-nccl."
-    ),
-    r"unsupported GNU version|No CMAKE_CUDA_COMPILER|Cannot find `nvcc`"
-    r"|(?<!-- )Could NOT find CUDAToolkit": (
-        "The CUDA toolkit cannot be used, or not with this g++. Install another, set "
-        "CUDA_HOME to its folder, or pass --no-nccl."
-    ),
-    r"No CMAKE_C(XX)?_COMPILER could be found|not able to compile a simple test": (
-        "The C++ compiler cannot be used: apt-get install g++"
-    ),
-    r"fatal error: (bits/|c?std|features\.h|string|vector)\S*: No such file": (
-        "The headers of C++ are missing: apt-get install build-essential"
-    ),
-    r"Temporary failure in name resolution|Max retries exceeded"
-    r"|Failed to establish a new connection|No matching distribution found": (
-        "pip could not fetch a package. Check the network, and pip's settings with "
-        "`pip config list`."
-    ),
-}
 
 
 class InstallError(RuntimeError):
@@ -80,8 +39,14 @@ class Steps:
         begin = self.log.stat().st_size
         if not self.try_to_run(what, command, env=env):
             output = self.log.read_bytes()[begin:].decode(errors="replace")
-            output = output.partition("\n")[2]  # without the command
-            raise InstallError(describe_failure(what, output, self.log))
+            # Files that are compiled at the same time go on after the first error.
+            _, *lines = output.splitlines()
+            errors = [line for line in lines[:-_LAST_LINES] if "rror: " in line][:1]
+            shown = "\n    ".join([*errors, *lines[-_LAST_LINES:]])
+            raise InstallError(
+                f"{what} failed. The first error, and the last lines of its output:\n"
+                f"    {shown}\nThe whole output is in {self.log}"
+            )
 
     def try_to_run(
         self, what: str, command: Sequence[str], *, env: Mapping[str, str] | None = None
@@ -99,35 +64,4 @@ class Steps:
                 stderr=subprocess.STDOUT,
                 check=False,
             )
-            log.write(f"exit code {done.returncode}\n")
         return done.returncode == 0
-
-
-def remedy_for(output: str) -> str:
-    """Return the remedy for the output of a known failure; empty for any other.
-
-    >>> remedy_for("fatal error: mpi.h: No such file or directory")[:25]
-    'Open MPI cannot be used: '
-    """
-    found = (text for key, text in _REMEDIES.items() if re.search(key, output))
-    return next(found, "")
-
-
-def describe_failure(what: str, output: str, log: Path) -> str:
-    """Write the message about a failed command: its last lines, its log, a remedy.
-
-    If several files are compiled at once, the others continue after an error, and print
-    more lines. So the first error is put in front if it is not in the last lines.
-    """
-    lines = output.splitlines()
-    shown = lines[-_LAST_LINES:]
-    first = next((line for line in lines if _ERROR.search(line)), None)
-    if first is not None and first not in shown:
-        shown = [first, "...", *shown]
-    told = [
-        f"{what} failed. The last lines of its output:",
-        *(f"    {line.rstrip()}" for line in shown),
-        f"The whole output is in {log}",
-        remedy_for(output),
-    ]
-    return "\n".join(line for line in told if line.strip())
