@@ -27,7 +27,6 @@ from keras_dist.data.pipeline import (
     first_steps,
     resume_in_first_epoch,
 )
-from keras_dist.data.presharded import rows_per_step, skip_read_rows
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Source
 from keras_dist.data.stream import StreamReader
@@ -266,53 +265,11 @@ def _adapt_presharded(
             "and repeat them, before `shard`: put `filter`, `take`, `skip` and "
             "`repeat` above it."
         )
-    division = None
-    if spec.keeps_position and source.has_known_order:
-        division = _division_of_presharded(source, data, counts, spec)
-    is_resumed = division is not None and spec.position is not None
-    is_marked = min(counts) < steps or is_resumed
-    adapter = DataAdapter(None, steps, is_marked=is_marked)
-    whole = assert_length(data, own)
-    whole = _add_copies(whole, own, steps) if is_marked else whole
-    if division is None:
-        return replace(adapter, data=disable_auto_shard(whole))
-
-    def left() -> tf.data.Dataset:
-        begin, per_step = division.begin, division.global_batch
-        assert source.presharded is not None
-        rest = skip_read_rows(source.presharded, data, begin, per_step)
-        if source.presharded.is_global:
-            count = own - begin
-        else:
-            rows = source.presharded.count_rows(spec.rank, division.total)
-            rows -= source.presharded.count_rows(spec.rank, begin)
-            count = -(-rows // (per_step // spec.size))
-        if count:
-            return _add_copies(assert_length(rest, count), count, division.first_steps)
-        # No batch is left to be copied.
-        first = _add_copies(first_steps(assert_length(data, own), 1), 1, 1)
-        return first.map(lambda batch, mark: (batch, 0 * mark))
-
-    return _resume(source, spec, adapter, division, whole, left)
-
-
-def _division_of_presharded(
-    source: Source, data: tf.data.Dataset, counts: list[int], spec: ShardSpec
-) -> Division | None:
-    """Divide the rows, or batches of all ranks; `None` if rows may be missing."""
-    presharded = source.presharded
-    assert presharded is not None
-    if presharded.is_global:
-        # Each element is this rank's rows of a batch, for any number of ranks.
-        total, per_step = max(counts), 1
-    else:
-        per_step = rows_per_step(presharded, data, counts) or 0
-        total = int(presharded.length or 0)
-    if not per_step:
-        return None
-    return Division.of(
-        spec, total, per_step=per_step, unit="batches", seeds=source.seeds
-    )
+    is_marked = min(counts) < steps
+    data = assert_length(data, own)
+    if is_marked:
+        data = _add_copy(data, own, steps)
+    return DataAdapter(disable_auto_shard(data), steps, is_marked=is_marked)
 
 
 def _resume(
@@ -339,14 +296,14 @@ def _resume(
     return replace(adapter, data=data, epoch=epoch)
 
 
-def _add_copies(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Dataset:
-    """Mark `count` batches, and repeat the last one, not to be counted, to `steps`."""
+def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Dataset:
+    """Mark `count` batches; make `steps` by one more of the last, not to be counted."""
 
     @tf.autograph.experimental.do_not_convert
-    def with_copies(number: tf.Tensor, batch: Any) -> tf.data.Dataset:
-        copies = tf.data.Dataset.from_tensors(add_mark(batch, tf.constant(False)))
+    def with_copy(number: tf.Tensor, batch: Any) -> tf.data.Dataset:
+        copy = tf.data.Dataset.from_tensors(add_mark(batch, tf.constant(False)))
         is_last = tf.cast(tf.equal(number, count - 1), tf.int64)
         own = tf.data.Dataset.from_tensors(add_mark(batch, tf.constant(True)))
-        return own.concatenate(copies.repeat(steps - count).take(is_last * steps))
+        return own.concatenate(copy.take(is_last * (steps - count)))
 
-    return assert_length(dataset.enumerate().flat_map(with_copies), steps)
+    return assert_length(dataset.enumerate().flat_map(with_copy), steps)

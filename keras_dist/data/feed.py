@@ -224,13 +224,13 @@ def _feed_batches(
         arguments["class_weight"] = None  # the batches have it
     before, batch_size = finite_or_none(source.length), source.batch_size
     presharded = source.presharded
+    is_shared = spec.is_global and (is_dealt(source, spec) or presharded is not None)
     if presharded is not None and spec.size > 1:
         length = finite_or_none(presharded.length)
-        per_batch = presharded.batch_size or batch_size
-        before = -(-length // per_batch) if length and per_batch else None
-    is_shared = spec.is_global and is_dealt(source, spec)
-    if presharded is not None and presharded.is_global:
-        batch_size, is_shared = presharded.batch_size, spec.is_global
+        batch_size = presharded.batch_size or batch_size
+        if batch_size and is_shared:
+            batch_size *= spec.size
+        before = -(-length // batch_size) if length and batch_size else None
     if steps is not None:
         # Keras may read ahead, into batches of the next epoch.
         adapter = replace(adapter, epoch=None, division=None)

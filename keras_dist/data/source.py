@@ -185,11 +185,7 @@ class Source:
 
     @functools.cached_property
     def has_known_order(self) -> bool:
-        """Return True if it is known what a pass yields, so that a rank can skip some.
-
-        Of presharded data the rows are compared; what a `map` makes of them may be
-        random.
-        """
+        """Return True if it is known what a pass yields, to skip some of it."""
         if self.kind == "sequence":
             return True
         if self.kind == "stream" or finite_or_none(self.length) is None:
@@ -197,11 +193,9 @@ class Source:
         if is_reshuffled(self.data):
             # The order of pass k follows from k; `skip_epochs` begins the ones before.
             return self.has_seeded_passes and is_read_anew(self.data)
-        is_presharded = self.presharded is not None
-        look = self.fingerprint_before_shard if is_presharded else self.fingerprint
-        before = look()
+        before = self.fingerprint()
         with draw_other_numbers():
-            return look() == before
+            return self.fingerprint() == before
 
     def standardize(self, batch: Any) -> Any:
         """Convert a batch to what Keras hands to a step; of a data set it is that."""

@@ -7,9 +7,8 @@ from typing import Literal
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data.division import check_shared_batch, local_items
 from keras_dist.data.pipeline import list_seeds
-from keras_dist.data.presharded import divide_rows, presharded_of
+from keras_dist.data.presharded import Presharded, divide_rows, presharded_of
 
 
 def shard(
@@ -31,11 +30,10 @@ def shard(
 
     Args:
         batch_size: Rows of one rank's batch, as in the `.batch` that follows; N ranks
-            make steps with N × `batch_size` rows. Without it a training cannot be
-            resumed in the middle of an epoch, unless the batches have a static shape.
+            make steps with N × `batch_size` rows.
         batch: As in `dist_fit`. `"global"`: `batch_size` rows are the batch of all
             ranks together, and `.batch(keras_dist.local_batch_size(batch_size))`
-            follows: of 96 rows on five ranks, the first has 20 and the others 19.
+            follows.
 
     Returns:
         A function for `tf.data.Dataset.apply`.
@@ -59,16 +57,15 @@ def shard(
         )
     if batch not in ("rank", "global"):
         raise ValueError(f'`batch` must be "rank" or "global". Received: {batch!r}')
-    is_global = batch == "global" and comm.size() > 1
-    if is_global:
+    if batch == "global" and comm.size() > 1:
         if rows is None:
             raise ValueError(
-                'With batch="global" `shard` divides the rows of each batch, and needs '
-                f"their number. Received: batch_size={batch_size!r}. Apply "
+                'With batch="global" `shard` needs the number of rows of a batch. '
+                f"Received: batch_size={batch_size!r}. Apply "
                 '`shard(batch_size, batch="global")` to a tf.data.Dataset of rows.'
             )
-        check_shared_batch(rows, comm.size(), f"batch_size={rows}")
-    return lambda dataset: _divide(dataset, rows, is_global)
+        rows = local_batch_size(rows)
+    return lambda dataset: _divide(dataset, rows, batch)
 
 
 def local_batch_size(batch_size: int) -> int:
@@ -77,25 +74,30 @@ def local_batch_size(batch_size: int) -> int:
     Use it behind `keras_dist.shard(batch_size, batch="global")`.
 
     Args:
-        batch_size: Rows of all ranks together, at least one for each.
+        batch_size: Rows of all ranks together.
 
     Returns:
-        `batch_size` / ranks, rounded up on the first ranks, and down on the others.
+        `batch_size` / ranks.
 
     Raises:
-        ValueError: If there are fewer rows than ranks.
+        ValueError: If it is not a multiple of the number of ranks.
 
     Example:
 
     >>> local_batch_size(96)
     96
     """
-    check_shared_batch(batch_size, comm.size(), f"batch_size={batch_size}")
-    return len(range(batch_size)[local_items(comm.rank(), comm.size())])
+    if batch_size % comm.size() or batch_size < 1:
+        raise ValueError(
+            'With `shard` and batch="global" each rank has equally many rows of a '
+            f"batch. Received: batch_size={batch_size} for {comm.size()} ranks. Choose "
+            "a multiple of the number of ranks, or leave out `shard`."
+        )
+    return batch_size // comm.size()
 
 
 def _divide(
-    dataset: tf.data.Dataset, batch_size: int | None, is_global: bool
+    dataset: tf.data.Dataset, batch_size: int | None, batch: str
 ) -> tf.data.Dataset:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
@@ -116,10 +118,5 @@ def _divide(
             "`seed` to `shuffle` (and to `list_files`), or call "
             "keras.utils.set_random_seed with the same number on every rank before."
         )
-    return divide_rows(
-        dataset,
-        batch_size=batch_size,
-        rank=comm.rank(),
-        size=comm.size(),
-        is_global=is_global,
-    )
+    presharded = Presharded(batch_size, comm.rank(), comm.size(), dataset, batch)
+    return divide_rows(presharded)

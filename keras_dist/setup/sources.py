@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.data import draws
 from keras_dist.data.arrays import UNEVEN, is_arrays, lists_to_arrays
-from keras_dist.data.division import ShardSpec, local_items, no_data
+from keras_dist.data.division import ShardSpec, no_data
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
 from keras_dist.data.presharded import Presharded, length_before_repeat, presharded_of
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
@@ -313,7 +313,7 @@ def _compare_before_shard(
                 "train."
             )
         if name == "training":
-            _check_shares(source, presharded, is_global=batch == "global")
+            _check_shares(source, presharded, batch)
         seeds = list_seeds(presharded.source)
         first = source.fingerprint_before_shard()
     facts = {
@@ -339,24 +339,20 @@ def _compare_before_shard(
         source.row = row if lengths[comm.rank()] == 0 else None
 
 
-def _check_shares(source: Source, presharded: Presharded, *, is_global: bool) -> None:
+def _check_shares(source: Source, presharded: Presharded, batch: str | None) -> None:
     """Check that training data was divided for the same kind of batches as the fit."""
-    if presharded.is_global != is_global:
-        given, other = ("global", "rank") if is_global else ("rank", "global")
+    if presharded.batch != batch:
         raise ValueError(
-            f'The fit has batch="{given}", and its data was divided by `shard` for '
-            f'batches of batch="{other}". Received: a {source.type_name}. Pass the '
-            "same `batch` to both."
+            f'The fit has batch="{batch}", and its data was divided by `shard` for '
+            f'batches of batch="{presharded.batch}". Received: a {source.type_name}. '
+            "Pass the same `batch` to both."
         )
-    rows, of_data = presharded.batch_size, find_batch_size(source.data)
-    if not is_global or rows is None or of_data is None:
-        return
-    own = len(range(rows)[local_items(presharded.rank, presharded.size)])
-    if of_data != own:
+    rows, local_rows = presharded.batch_size, find_batch_size(source.data)
+    if batch == "global" and local_rows not in (None, rows):
         raise ValueError(
-            f"Each rank must batch its own rows of a batch of {rows} rows. Received: "
-            f"batches of {of_data} rows on rank {presharded.rank}, which has {own} of "
-            f"each. Write `.batch(keras_dist.local_batch_size({rows}))` after `shard`."
+            "Each rank must batch its own rows of a batch of all ranks. Received: "
+            f"batches of {local_rows} rows on rank {presharded.rank}, which has {rows} "
+            "of each. Write `.batch(keras_dist.local_batch_size(…))` after `shard`."
         )
 
 

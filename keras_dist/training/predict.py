@@ -138,7 +138,7 @@ def predict_presharded(
 
     Args:
         dataset: This rank's batches.
-        presharded: How they were divided, by row or by batch.
+        presharded: How they were divided.
         predict: Predicts a data set, without a collective.
         model: The model, whose weights have to be equal on all ranks.
         gather: `True` or `"first"`.
@@ -152,8 +152,8 @@ def predict_presharded(
         outputs = None if is_empty else predict(dataset)
     counts = comm.gather(None if outputs is None else _num_rows(outputs))
     total = sum(filter(None, counts))
-    expected = [presharded.count_rows(rank, total) for rank in range(size)]
-    if total == 0 or [n or 0 for n in counts] != expected:
+    rows = [np.arange(rank, total, size) for rank in range(size)]
+    if total == 0 or [n or 0 for n in counts] != list(map(len, rows)):
         raise ValueError(
             "The predictions of divided data can be gathered only if each row has one, "
             f"in order. Received: {counts} predictions of ranks 0 to {size - 1}, of "
@@ -164,7 +164,6 @@ def predict_presharded(
     empty = comm.broadcast(_without_rows(outputs) if comm.rank() == 0 else None)
     outputs = empty if outputs is None else outputs
     _agree_on_outputs(outputs, model)
-    rows = [presharded.list_rows(rank, total) for rank in range(size)]
     return _gather_in_order(outputs, itertools.repeat(rows), gather)
 
 

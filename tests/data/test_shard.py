@@ -13,10 +13,11 @@ import tensorflow as tf
 from data_kinds import ids_of_batches
 
 import keras_dist
-from keras_dist.data.division import DataPosition, ShardSpec
+from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import training_feed, validation_feed
 from keras_dist.data.pipeline import list_seeds, list_unshuffled_inputs
 from keras_dist.data.presharded import (
+    Presharded,
     divide_rows,
     length_before_repeat,
     presharded_of,
@@ -46,7 +47,7 @@ def in_batches(rows, size):
 def own_data(source, division, rank, finish):
     """One rank's data."""
     batch_size, size = division
-    own = divide_rows(source, batch_size=batch_size, rank=rank, size=size)
+    own = divide_rows(Presharded(batch_size, rank, size, source))
     return Source(finish(own))
 
 
@@ -204,49 +205,6 @@ def test_data_of_unknown_length_ends_after_the_same_step():
         assert sorted(itertools.chain(*found)) == kept
 
 
-def test_the_rest_of_an_epoch_begins_where_it_was_left():
-    """On as many ranks as before, or on more or fewer."""
-    for count, batch, size in shapes(COUNT, seed=5):
-        draws = random.Random(count)
-        before = draws.randint(1, 4)
-        steps_before = len(of_one_process(count, batch, before))
-        done = draws.randint(0, steps_before)
-        if not 0 < done < steps_before:
-            continue
-        read_before = done * before * batch
-        position = DataPosition(2, done, 2 * count + read_before)
-        feeds = feeds_of(
-            lambda n=count: rows_of(n),
-            (batch, size),
-            lambda rows, b=batch: in_batches(rows, b),
-            keeps_position=True,
-            position=position,
-            facts_before={"items": count, "steps": steps_before, "seeds": None},
-        )
-        left = list(range(read_before, count))
-        whole = batch * size
-        expected = [left[i : i + whole] for i in range(0, len(left), whole)]
-        assert feeds[0].division.epoch == 2
-        assert global_batches([read(feed, 2) for feed in feeds]) == expected
-        assert {feed.division.first_steps for feed in feeds} == {len(expected)}
-        later = global_batches([read(feed, 3) for feed in feeds])
-        assert later == of_one_process(count, batch, size)
-
-
-def test_an_order_that_no_seed_gives_has_no_middle():
-    """Another order in each pass can be continued if it follows from its seeds."""
-    for source, is_known in (
-        (lambda: rows_of(20), True),
-        (SOURCES["shuffled"], True),
-        (lambda: SOURCES["shuffled"]().cache(), False),
-        (SOURCES["shuffled once"], True),
-    ):
-        feeds = feeds_of(
-            source, (4, 2), lambda rows: rows.batch(4), keeps_position=True
-        )
-        assert [feed.division is not None for feed in feeds] == [is_known] * 2
-
-
 def test_batches_that_do_not_fit_are_an_error():
     """Rows are left out or repeated after the division, or there are too few."""
     for finish, text in (
@@ -268,9 +226,7 @@ def counted(rows):
 
 def test_several_data_sets_must_be_divided_alike():
     """Zipped or concatenated: all of them, or what is made of them."""
-    one, other = (
-        divide_rows(rows_of(9), batch_size=size, rank=0, size=2) for size in (2, 3)
-    )
+    one, other = (divide_rows(Presharded(size, 0, 2, rows_of(9))) for size in (2, 3))
     assert presharded_of(tf.data.Dataset.zip((one, one))).batch_size == 2
     for mixed in (
         tf.data.Dataset.zip((one, other)),
@@ -291,7 +247,7 @@ def test_what_was_before_is_seen_through_two_private_names():
     assert len(seeds) == 2 and seeds[0] == (5, 8) and (0, 0) not in seeds
     (first,) = list_unshuffled_inputs(data)
     assert ids_of_batches(first.batch(9)) == [list(range(9))]
-    repeated = divide_rows(rows_of(9), batch_size=2, rank=0, size=2)
+    repeated = divide_rows(Presharded(2, 0, 2, rows_of(9)))
     assert length_before_repeat(repeated.repeat().batch(2)) == 5
 
 

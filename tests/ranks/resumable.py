@@ -126,9 +126,10 @@ def as_shuffled_unevenly(x, y):
 
 
 def as_divided(x, y):
-    """Rows that each rank divides before they come in batches of six."""
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).apply(keras_dist.shard(6))
-    return rows.map(lambda x, y: (x, y)).batch(6)
+    """Rows that are shuffled anew for each pass before each rank divides them."""
+    tf.random.set_seed(5)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4)
+    return rows.apply(keras_dist.shard(6)).map(lambda x, y: (x, y)).batch(6)
 
 
 def kept(*_):
@@ -175,13 +176,6 @@ def as_cached(x, y):
     tf.random.set_seed(5)
     rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4).cache()
     return rows.batch(6)  # whose last one completes the cache, in Keras, too
-
-
-def as_shuffled_and_divided(x, y):
-    """Rows that are shuffled anew for each pass before each rank divides them."""
-    tf.random.set_seed(5)
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4)
-    return rows.apply(keras_dist.shard(6)).map(lambda x, y: (x, y)).batch(6)
 
 
 class Steady:

@@ -166,13 +166,13 @@ def test_weights_of_classes_are_those_of_one_process(world, kind, batch):
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("count", shortened([41, 48], {41}))
+@pytest.mark.parametrize("count", shortened([37, 48], {37}))
 def test_rows_divided_before_they_are_decoded_are_those_of_one_process(count):
     """With a last batch without a row for some ranks, and as validation data."""
     results = []
     for is_ours in (True, False):
-        batch = keras_dist.shard(10, batch="global") if is_ours else lambda data: data
-        rows = keras_dist.local_batch_size(10) if is_ours else 10
+        batch = keras_dist.shard(12, batch="global") if is_ours else lambda data: data
+        rows = keras_dist.local_batch_size(12) if is_ours else 12
 
         def divided(data, batch=batch, rows=rows):
             return data.apply(batch).map(lambda x, y: (x * 2, y)).batch(rows)
@@ -187,9 +187,7 @@ def test_rows_divided_before_they_are_decoded_are_those_of_one_process(count):
     assert_equal(*results)
 
 
-@pytest.mark.parametrize(
-    "kind", shortened(["arrays", "dataset", "divided"], {"arrays", "divided"})
-)
+@pytest.mark.parametrize("kind", shortened(["arrays", "dataset"], {"arrays"}))
 def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
     """In the middle of an epoch, before a last batch without a row for some ranks."""
 
@@ -198,23 +196,12 @@ def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
             if int(self.model.optimizer.iterations) == 9:
                 raise KeyboardInterrupt
 
-    def data(batch, rows):
-        if kind == "divided":
-            found = tf.data.Dataset.from_tensor_slices(rows_of(41, 0))
-            return {"x": found.apply(batch).map(lambda x, y: (x, y)).batch(rows)}
-        return data_of(kind, 41, 10)
-
-    shared = keras_dist.shard(10, batch="global"), keras_dist.local_batch_size(10)
+    data = data_of(kind, 41, 10) | {"shuffle": False}
     options = {"resume": f"{folder}/{kind}", "save_steps": 1}
     with pytest.raises(KeyboardInterrupt):
-        trained(
-            data(*shared) | {"shuffle": False, "callbacks": [Ends()]},
-            is_ours=True,
-            options=options,
-        )
-    ours = trained(data(*shared) | {"shuffle": False}, is_ours=True, options=options)
-    expected = trained(data(lambda rows: rows, 10) | {"shuffle": False}, is_ours=False)
-    assert_equal(ours, expected)
+        trained(data, is_ours=True, options=options, callbacks=[Ends()])
+    ours = trained(data, is_ours=True, options=options)
+    assert_equal(ours, trained(data, is_ours=False))
 
 
 def test_decisions_and_files_are_those_of_one_process(folder):
@@ -293,7 +280,7 @@ def test_the_plan_and_the_variable_say_whose_batch_it_is(monkeypatch, capsys, wo
 
 def _divided(x, y, **options):
     rows = tf.data.Dataset.from_tensor_slices((x, y))
-    return rows.apply(keras_dist.shard(10, **options)).batch(7)
+    return rows.apply(keras_dist.shard(12, **options)).batch(7)
 
 
 def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
@@ -317,7 +304,7 @@ def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
         ({"x": _divided(x, y, batch="global"), "y": None}, "`shard` for batches of"),
         (
             {"x": _divided(x, y, batch="global"), "y": None, "batch": "global"},
-            "local_batch_size(10)",
+            "local_batch_size(…)",
         ),
     ):
         [message, *_] = raises_everywhere(ValueError, lambda o=options: fit(**o))

@@ -25,7 +25,6 @@ from resumable import (
     as_filtered,
     as_own,
     as_shuffled,
-    as_shuffled_and_divided,
     as_shuffled_unevenly,
     as_unseeded,
     make_model,
@@ -123,10 +122,7 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
 
 @pytest.mark.parametrize(
     "as_data",
-    shortened(
-        [as_dataset, as_shuffled, as_divided, as_shuffled_and_divided, Batches],
-        {as_shuffled_and_divided, as_shuffled},
-    ),
+    shortened([as_dataset, as_shuffled, Batches], {as_shuffled}),
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""
@@ -150,7 +146,9 @@ def test_data_in_batches_resumes_where_it_was(folder, as_data):
 
 @pytest.mark.three_ranks
 @pytest.mark.slow_on_three
-@pytest.mark.parametrize("as_data", shortened([Steady, as_own, as_files], {as_files}))
+@pytest.mark.parametrize(
+    "as_data", shortened([Steady, as_own, as_files, as_divided], {as_files, as_divided})
+)
 def test_an_epoch_of_data_without_a_position_begins_again(folder, as_data):
     """From the end of the epoch before, to the bit: `save_steps` saves none within."""
     options = {"as_data": as_data, "is_small": True, "save_steps": 1}

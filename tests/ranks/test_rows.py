@@ -190,18 +190,18 @@ def test_a_rank_without_rows_takes_part(world):
 )
 def test_gathered_rows_have_the_order_of_the_global_batch(world, kind, batch):
     """Whatever the data: rows are strided, or batches dealt to the ranks in turn."""
-    rows = 10 if batch == "global" else 10 * world.size
+    rows = 12 if batch == "global" else 12 * world.size
     options = {"batch": batch, "lr_scaling": 1.0, "rows": rows}
     if kind == "arrays":
-        assert_equal(neighbors, batch_size=10, **options)
+        assert_equal(neighbors, batch_size=12, **options)
         return
     data = tf.data.Dataset.from_tensor_slices((X, Y))
     if kind == "presharded":
-        data = data.apply(keras_dist.shard(10, batch=batch))
-        local = keras_dist.local_batch_size(10) if batch == "global" else 10
+        data = data.apply(keras_dist.shard(12, batch=batch))
+        local = keras_dist.local_batch_size(12) if batch == "global" else 12
         data = data.batch(local)
     else:
-        data = data.batch(10)
+        data = data.batch(12)
     assert_equal(neighbors, x=data, y=None, oracle=(X, Y), **options)
 
 

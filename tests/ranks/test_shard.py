@@ -16,7 +16,7 @@ from claims import (
 )
 
 import keras_dist
-from keras_dist.data.presharded import divide_rows as of_rank
+from keras_dist.data.presharded import Presharded, divide_rows
 
 BATCH = 5
 
@@ -197,10 +197,9 @@ def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model
         return finish(source.apply(shard)).batch(BATCH)
 
     other = tf.data.Dataset.from_tensor_slices((x + world.rank, y))
-    wrong = {"batch_size": BATCH, "size": world.size}
-    wrong["rank"] = (world.rank + 1) % world.size
+    wrong = Presharded(BATCH, (world.rank + 1) % world.size, world.size, data)
     for make, text in (
-        (lambda: of_rank(data, **wrong).batch(BATCH), "for other ranks"),
+        (lambda: divide_rows(wrong).batch(BATCH), "for other ranks"),
         (lambda: divided(other), "the first elements before `shard`"),
         (lambda: divided(data.shuffle(9, seed=world.rank)), "the seeds of shuffles"),
         (lambda: divided(data.take(1)), "at least one row"),
