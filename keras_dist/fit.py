@@ -16,10 +16,10 @@ from keras_dist import checkpoint, comm, mixin
 from keras_dist.callbacks.callback_order import on_this_rank
 from keras_dist.callbacks.user_callbacks import autologged_once, runs_on_first_rank_only
 from keras_dist.data import draws
-from keras_dist.data.adapters import is_dealt
+from keras_dist.data.adapters import is_dealt, validation_feed
 from keras_dist.data.arrays import is_arrays, is_uneven, lists_to_arrays, seed_of_keras
 from keras_dist.data.division import StepsRule
-from keras_dist.data.feed import raising_own_errors, validation_feed
+from keras_dist.data.feed import raising_own_errors
 from keras_dist.data.presharded import presharded_of
 from keras_dist.data.source import Source
 from keras_dist.lines import show
@@ -418,8 +418,8 @@ def _predict_batches(
     comm.agree(feed.facts, advice=_ADVICE)
     with comm.explained(), raising_own_errors([feed]):
         if not is_dealt(source, spec):
-            return predict_rows(feed.adapter.data, steps)
-        return predict_in_turns(feed.adapter, predict_rows, model, gather=gather)
+            return predict_rows(feed.data, steps)
+        return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 
 _P = ParamSpec("_P")

@@ -369,5 +369,5 @@ class Saver(keras.callbacks.Callback):
                     "from before it is restored. Received: a model that is not built. "
                     "Build it before, for example with an `Input` as its first layer."
                 )
-            step.build_now(self.model, Source(self._feed.adapter.data).first(1)[0])
+            step.build_now(self.model, Source(self._feed.data).first(1)[0])
         build_optimizers(self.model)

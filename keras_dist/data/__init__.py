@@ -13,8 +13,8 @@ Keras. From the bottom:
 - `source`: `Source`, one view of all data that comes in batches
 - `sequence`: read a `PyDataset` by index
 - `stream`: read data of unknown length, of which all ranks agree on the end
-- `adapters`: choose among these for each kind of source
-- `feed`: `training_feed` and `validation_feed`, for every kind of data
+- `feed`: `Feed`, what one rank reads, and where it stands in it
+- `adapters`: make a `Feed` of each kind of data
 
 To support a new kind of data: if it yields batches, `Source` must know its length and
 how to iterate over it, and the rest follows.

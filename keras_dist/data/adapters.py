@@ -1,23 +1,32 @@
 """One adapter a kind of data that comes in batches: what this rank reads of it.
 
 To support a new kind: `Source` knows its length and how to iterate over it, and a
-function here makes its `DataAdapter`.
+function here makes its `Feed`.
 """
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from keras_dist.data.dealer import (
-    Dealer,
-    add_mark,
-    num_rows,
+from keras_dist.data.arrays import (
+    UNEVEN,
+    Arrays,
+    RowOrder,
+    draw_keras_order,
+    is_arrays,
 )
-from keras_dist.data.division import Division, ShardSpec, check_shared_batch, no_data
+from keras_dist.data.dealer import Dealer, add_mark, num_rows
+from keras_dist.data.division import (
+    Division,
+    ShardSpec,
+    check_shared_batch,
+    no_data,
+    scale_steps,
+)
+from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import (
     assert_length,
     begin_unread_pass,
@@ -26,36 +35,330 @@ from keras_dist.data.pipeline import (
     finite_or_none,
     first_steps,
     resume_in_first_epoch,
+    skip_epochs,
 )
 from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Source
 from keras_dist.data.stream import StreamReader
+from keras_dist.plan import Rows
+
+# Keras's default.
+_BATCH_SIZE = 32
 
 
-@dataclass(frozen=True)
-class DataAdapter:
-    """What one rank reads of the user's data: the same answers for every kind.
+def training_feed(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    class_weight: dict[int, float] | None = None,
+    batch_size: int | None,
+    shuffle: bool | str,
+    steps_per_epoch: int | None,
+    steps_rule: str,
+    spec: ShardSpec,
+) -> Feed:
+    """Make the arguments of `Model.fit` for this rank's training data.
 
     Args:
-        data: The batches, in a type that Keras takes.
-        length: Number of batches in a pass, `math.inf`, or `None` if unknown.
-        division: Which rows or batches come at which step; `None` if the data cannot
-            be read from the middle of an epoch.
-        epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
-            `None` if the data is the same in every epoch.
-        reader: What reads `data`, if its length is unknown.
-        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
-            another rank's row, which its metrics must not count.
-        is_marked: Whether each element is a batch and a mark (`dealer.add_mark`).
-    """
+        x: Inputs: arrays, or data that comes in batches, perhaps as a `Source`.
+        y: Targets, or `None`.
+        sample_weight: Weights of the rows, or `None`.
+        class_weight: Weights of the classes, as in `Model.fit`, or `None`.
+        batch_size: Rows of one rank's batch, with `batch="global"` of all ranks
+            together, or `None` for Keras's default.
+        shuffle: As in `Model.fit`.
+        steps_per_epoch: Steps of a script for one process, or `None` for all data.
+        steps_rule: How `steps_per_epoch` changes with the number of ranks.
+        spec: The ranks, and how data is divided among them.
 
-    data: Any
-    length: float | None
-    division: Division | None = None
-    epoch: Any = None
-    reader: StreamReader | None = None
-    has_rows: bool = True
-    is_marked: bool = False
+    Raises:
+        ValueError: If there is no data, there are fewer rows than ranks in it or in a
+            global batch, or the data is infinite and `steps_per_epoch` is not given.
+    """
+    if x is None:
+        raise ValueError(
+            "There is no data to train on. Received: x=None. Pass arrays, a "
+            "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
+        )
+    steps = scale_steps(steps_rule, steps_per_epoch, size=spec.size)
+    given = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+    given |= {"batch_size": batch_size, "steps_per_epoch": steps, "shuffle": shuffle}
+    rows = Rows(
+        "arrays",
+        batch_size=batch_size,
+        is_global=spec.is_global,
+        steps_before=steps_per_epoch,
+        rule=f"steps scaled: {steps_rule}" if steps_per_epoch else "",
+    )
+    if is_arrays((x, y, sample_weight)):
+        return _feed_arrays(
+            Arrays.of(x, y, sample_weight), {"x": x} | given, rows, spec
+        )
+    return _feed_batches(x if isinstance(x, Source) else Source(x), given, rows, spec)
+
+
+def _feed_arrays(
+    arrays: Arrays, given: dict[str, Any], rows: Rows, spec: ShardSpec
+) -> Feed:
+    """Make the feed of training data in arrays."""
+    steps, total = given["steps_per_epoch"], arrays.num_rows
+    # Keras's default: all rows divided by the steps, or 32.
+    per_step = -(-total // rows.steps_before) if rows.steps_before else None
+    batch_size = _check_batch_size(rows.batch_size or per_step or _BATCH_SIZE)
+    _check_rows(arrays, batch_size, spec)
+    rows = replace(rows, batch_size=batch_size, total=total)
+    facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
+    if spec.shard == "none" or (spec.size == 1 and not spec.keeps_position):
+        local_batch = spec.local_batch(batch_size)
+        steps_per_pass = -(-total // local_batch)
+        rows = replace(
+            rows,
+            kind="arrays, already split" if spec.size > 1 else "arrays",
+            steps=min(steps or steps_per_pass, steps_per_pass),
+        )
+        facts["the batches of a pass over its rows"] = steps_per_pass
+        facts["the steps of an epoch"] = steps
+        return Feed(
+            data=given["x"],
+            length=rows.steps,
+            plan=rows,
+            arguments=given | {"batch_size": local_batch},
+            source=arrays,
+            facts=facts,
+        )
+    division = Division.of(
+        spec,
+        total,
+        per_step=batch_size * spec.batches_per_step,
+        unit="rows",
+        steps=steps,
+    )
+    facts |= {
+        "the number of rows": total,
+        "the batch size": batch_size,
+        "the steps of an epoch": division.steps,
+        "`class_weight`": given["class_weight"],
+    }
+    shuffle, is_marked = given["shuffle"], division.has_empty_parts
+    fixed = _find_keras_order(division, shuffle, spec.keras_seed)
+    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, fixed)
+    epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
+    dataset = order.dataset(arrays, epoch)
+    return Feed(
+        data=dataset,
+        length=division.steps,
+        plan=replace(
+            rows,
+            kind="arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
+            is_by_row=True,
+            steps_before=rows.steps_before or -(-total // batch_size),
+            steps=division.steps,
+        ),
+        # They are part of the data set: Keras accepts none of them beside one.
+        arguments=dict.fromkeys(given) | {"x": dataset, "shuffle": False},
+        source=arrays,
+        division=division,
+        epoch=epoch,
+        is_marked=is_marked,
+        is_strided=True,
+        is_exact=not division.is_within_epoch,
+        class_weight=given["class_weight"],
+        facts=facts,
+    )
+
+
+def _feed_batches(
+    source: Source, given: dict[str, Any], rows: Rows, spec: ShardSpec
+) -> Feed:
+    """Make the feed of training data that comes in batches."""
+    steps, shuffle = given["steps_per_epoch"], bool(given["shuffle"])
+    _check_trainable(source, given, spec)
+    if source.has_seeded_passes and steps is None and spec.position:
+        skip_epochs(source.data, spec.position.epoch)
+    feed = adapt_batches(source, spec, is_training=True, shuffle=shuffle)
+    is_plain = feed.data is source.data
+    # A sequence that is not sharded is shuffled by Keras.
+    is_shuffled = shuffle and is_plain and source.kind == "sequence"
+    arguments = given | {"x": feed.data, "shuffle": is_shuffled}
+    if not is_plain:
+        arguments["class_weight"] = None  # the step adds it
+    before, batch_size = finite_or_none(source.length), source.batch_size
+    presharded = source.presharded
+    is_shared = spec.is_global and (is_dealt(source, spec) or presharded is not None)
+    if presharded is not None and spec.size > 1:
+        length = finite_or_none(presharded.length)
+        batch_size = presharded.batch_size or batch_size
+        if batch_size and is_shared:
+            batch_size *= spec.size
+        before = -(-length // batch_size) if length and batch_size else None
+    if steps is not None:
+        # Keras may read ahead, into batches of the next epoch.
+        feed = replace(feed, epoch=None, division=None)
+    division = feed.division
+    is_known = feed.length is not None or spec.size == 1
+    return replace(
+        feed,
+        arguments=arguments,
+        plan=replace(
+            rows,
+            kind=describe_sharding(source, spec, is_training=True),
+            batch_size=rows.batch_size or batch_size,
+            is_global=is_shared,
+            steps_before=rows.steps_before or before,
+            steps=_take_smallest(steps, _count_steps(feed, source, spec)),
+        ),
+        source=source,
+        class_weight=None if is_plain else given["class_weight"],
+        is_exact=is_known and not (division is not None and division.is_within_epoch),
+        facts={
+            "the batches of a pass over its data": finite_or_none(feed.length),
+            "the steps of an epoch": steps,
+            "`class_weight`": given["class_weight"],
+            "whether the data can be read from the middle": division is not None,
+        },
+        is_strided=presharded is not None or is_shared,
+    )
+
+
+def validation_feed(
+    data: Any,
+    *,
+    batch_size: int | None,
+    steps: int | None,
+    steps_rule: str,
+    spec: ShardSpec,
+) -> Feed:
+    """Make the arguments of `Model.evaluate` for this rank's validation data.
+
+    Args:
+        data: `(x, y)` or `(x, y, sample_weight)`, or data that comes in batches,
+            perhaps as a `Source`.
+        batch_size: Rows of one rank's batch, or `None` for Keras's default.
+        steps: Steps of a script for one process, or `None` for all data.
+        steps_rule: How `steps` changes with the number of ranks.
+        spec: The ranks, and how data is divided among them.
+
+    Raises:
+        ValueError: If there is no row, or `steps` is unusable.
+    """
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    own_steps = scale_steps(steps_rule, steps, size=spec.size)
+    rule = f"steps scaled: {steps_rule}" if steps else ""
+    pieces = {"x": x, "y": y, "sample_weight": sample_weight}
+    rows = Rows("arrays", batch_size, steps_before=steps, rule=rule)
+    if not is_arrays(tuple(pieces.values())) and x is not None:
+        source = x if isinstance(x, Source) else Source(x)
+        limit = own_steps if is_dealt(source, spec) and spec.size > 1 else None
+        if limit is not None:
+            limit *= spec.batches_per_step
+            own_steps = -(-limit // spec.size)
+        feed = adapt_batches(source, spec, is_training=False, limit=limit)
+        # With `steps`, a rank that has fewer rows left makes fewer of them.
+        is_exact = feed.length is not None and source.presharded is None
+        rows = replace(
+            rows,
+            kind=describe_sharding(source, spec, is_training=False),
+            steps_before=steps or finite_or_none(source.length),
+            steps=_take_smallest(own_steps, _count_steps(feed, source, spec)),
+        )
+        return replace(
+            feed,
+            arguments=pieces | {"x": feed.data},
+            plan=rows,
+            source=source,
+            keras_steps=None if limit is not None else own_steps and rows.steps,
+            is_exact=is_exact or spec.size == 1,
+        )
+    if spec.size == 1 or spec.shard == "none":
+        rows = replace(
+            rows,
+            kind="arrays, already split" if spec.size > 1 else "arrays",
+            total=keras.tree.flatten(x)[0].shape[0],
+            steps=own_steps,
+        )
+        return Feed(
+            data=x,
+            length=own_steps,
+            plan=rows,
+            arguments=pieces,
+            keras_steps=own_steps,
+        )
+    arrays = Arrays.of(x, y, sample_weight)
+    if arrays.num_rows == 0:
+        raise no_data("arrays without rows")
+    per_step = batch_size or _BATCH_SIZE
+    feed = _evaluate_arrays(arrays, per_step, own_steps, spec)
+    rows = replace(
+        rows,
+        kind="arrays, sharded by " + ("batch" if spec.is_global else "row"),
+        batch_size=per_step if spec.is_global else batch_size,
+        is_global=spec.is_global,
+        total=arrays.num_rows,
+        is_by_row=not spec.is_global,
+        steps_before=steps or -(-arrays.num_rows // per_step),
+        steps=finite_or_none(feed.length),
+    )
+    return replace(
+        feed,
+        arguments=dict.fromkeys(pieces) | {"x": feed.data},
+        plan=rows,
+        source=arrays,
+        facts={"the number of validation rows": arrays.num_rows},
+    )
+
+
+def _evaluate_arrays(
+    arrays: Arrays, batch_size: int, steps: int | None, spec: ShardSpec
+) -> Feed:
+    """Shard rows; with `batch="global"` deal the batches of one process, undivided.
+
+    `steps` are those of this rank, or with `batch="global"` of all together.
+    """
+    if spec.is_global:
+        in_pass = -(-arrays.num_rows // batch_size)
+        total = min(steps or in_pass, in_pass)
+        has_rows = spec.rank < total
+        dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
+        data = arrays.in_batches(
+            batch_size, lambda rows: dealer.deal(rows.take(total), is_marked=False)
+        )
+    else:
+        has_rows = spec.rank < arrays.num_rows
+        local = arrays.take_local_rows(rank=spec.rank, size=spec.size)
+        data = local.in_batches(batch_size, lambda rows: rows.take(steps or -1))
+    return Feed(data=data, length=count_batches(data), has_rows=has_rows)
+
+
+def hold_out(
+    x: Any, y: Any, sample_weight: Any, validation_split: float
+) -> list[tuple[Any, ...]]:
+    """Split training and validation data, as `validation_split` of `Model.fit` does.
+
+    They must be split before they are sharded: then no row is training data on one rank
+    and validation data on another.
+
+    Returns:
+        `(x, y, sample_weight)` for training, and the same for validation.
+
+    Raises:
+        ValueError: If the data is not arrays, or one of the two parts would be empty.
+    """
+    if not is_arrays((x, y, sample_weight)):
+        raise ValueError(
+            "`validation_split` needs arrays. "
+            f"Received: x of type {type(x).__name__}. Pass `validation_data` instead."
+        )
+    arrays = Arrays.of(x, y, sample_weight)
+    split_at = int(arrays.num_rows * (1.0 - validation_split))
+    if not 0 < split_at < arrays.num_rows:
+        raise ValueError(
+            "Both parts of a validation split need at least one row. Received: "
+            f"validation_split={validation_split} of {arrays.num_rows} rows. Pass more "
+            "data, or another fraction."
+        )
+    parts = arrays[slice(0, split_at)], arrays[slice(split_at, None)]
+    return [tuple(part.pieces().values()) for part in parts]
 
 
 def is_dealt(source: Source, spec: ShardSpec) -> bool:
@@ -73,7 +376,7 @@ def adapt_batches(
     is_training: bool,
     shuffle: bool = False,
     limit: int | None = None,
-) -> DataAdapter:
+) -> Feed:
     """Adapt data in batches: those that this rank is dealt, or all if they are its own.
 
     Args:
@@ -92,14 +395,14 @@ def adapt_batches(
         return _adapt_presharded(source, spec, is_training)
     keeps_position = is_training and spec.keeps_position and source.has_known_order
     if spec.size == 1 and not keeps_position:
-        return DataAdapter(source.data, source.length)
+        return Feed(data=source.data, length=source.length)
     if not is_dealt(source, spec):
         if source.length is None:
             return _adapt_stream(source, spec, Dealer(0, 1, is_training))
         length = finite_or_none(source.length)
         if source.kind == "dataset" and length is not None:
-            return DataAdapter(assert_length(source.weigh(), length), length)
-        return DataAdapter(source.data, source.length)
+            return Feed(data=assert_length(source.data, length), length=length)
+        return Feed(data=source.data, length=source.length)
     splits = spec.is_global and is_training
     dealer = Dealer(spec.rank, spec.size, is_training, splits)
     has_rows = True
@@ -110,12 +413,12 @@ def adapt_batches(
         # comes in the next one.
         dealer = replace(dealer, rank=0)
     if source.kind == "sequence":
-        adapter = _adapt_sequence(source, spec, dealer, shuffle, limit)
+        feed = _adapt_sequence(source, spec, dealer, shuffle, limit)
     elif source.kind == "dataset" and source.length is not None:
-        adapter = _adapt_dataset(source, spec, dealer, keeps_position, limit)
+        feed = _adapt_dataset(source, spec, dealer, keeps_position, limit)
     else:
-        adapter = _adapt_stream(source, spec, dealer, limit)
-    return replace(adapter, has_rows=has_rows)
+        feed = _adapt_stream(source, spec, dealer, limit)
+    return replace(feed, has_rows=has_rows)
 
 
 def describe_sharding(source: Source, spec: ShardSpec, *, is_training: bool) -> str:
@@ -166,20 +469,19 @@ def _check_divisible(source: Source, spec: ShardSpec) -> None:
 
 def _adapt_sequence(
     source: Source, spec: ShardSpec, dealer: Dealer, shuffle: bool, limit: int | None
-) -> DataAdapter:
+) -> Feed:
     own = ShardedSequence(
         source.data,
         dealer,
         limit=limit,
-        class_weight=source.class_weight,
         seed=spec.seed if shuffle else None,
         gather=spec.gather if dealer.is_training else None,
         spec=spec if spec.keeps_position and dealer.is_training else None,
     )
     length = own.num_batches
-    return DataAdapter(
-        own,
-        math.inf if length is None else length,
+    return Feed(
+        data=own,
+        length=math.inf if length is None else length,
         epoch=own,
         division=own.division,
         is_marked=own.is_marked,
@@ -188,14 +490,10 @@ def _adapt_sequence(
 
 def _adapt_stream(
     source: Source, spec: ShardSpec, dealer: Dealer, limit: int | None = None
-) -> DataAdapter:
+) -> Feed:
     reader = StreamReader(source, spec, dealer, limit=limit)
-    return DataAdapter(
-        reader.dataset(),
-        None,
-        reader=reader,
-        is_marked=reader.is_marked,
-    )
+    data = reader.dataset()
+    return Feed(data=data, length=None, reader=reader, is_marked=reader.is_marked)
 
 
 def _adapt_dataset(
@@ -204,40 +502,42 @@ def _adapt_dataset(
     dealer: Dealer,
     keeps_position: bool,
     limit: int | None,
-) -> DataAdapter:
-    data = source.weigh() if limit is None else first_steps(source.data, limit)
+) -> Feed:
+    data = source.data if limit is None else first_steps(source.data, limit)
     length = finite_or_none(count_batches(data))
     is_resumed = length is not None and spec.position is not None
     is_marked = dealer.is_marked(length or 0, is_resumed=is_resumed)
-    deal = functools.partial(dealer.deal, is_marked=is_marked)
-    adapter = DataAdapter(None, math.inf, is_marked=is_marked)
-    if length is not None:
-        adapter = replace(adapter, length=dealer.num_steps(length))
+    whole = dealer.deal(data, is_marked=is_marked)
+    steps = math.inf if length is None else dealer.num_steps(length)
+    feed = Feed(data=disable_auto_shard(whole), length=steps, is_marked=is_marked)
     if length is None or not keeps_position:
-        return replace(adapter, data=disable_auto_shard(deal(data)))
+        return feed
     division = Division.of(
         spec, length, per_step=dealer.per_step, unit="batches", seeds=source.seeds
     )
-    return _resume(
-        source,
-        spec,
-        adapter,
-        division,
-        deal(data),
-        lambda: deal(data.skip(division.begin)),
-    )
+    feed = replace(feed, division=division)
+    if not division.begin:
+        return feed
+    if source.has_seeded_passes:
+
+        def as_made(batch: Any) -> Any:
+            return add_mark(batch, has_rows=True) if is_marked else batch
+
+        whole = begin_unread_pass(data, as_made).concatenate(whole)
+    rest = dealer.deal(data.skip(division.begin), is_marked=is_marked)
+    epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
+    dataset = resume_in_first_epoch(rest, whole, epoch=epoch, steps=division.steps)
+    return replace(feed, data=disable_auto_shard(dataset), epoch=epoch)
 
 
-def _adapt_presharded(
-    source: Source, spec: ShardSpec, is_training: bool
-) -> DataAdapter:
+def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Feed:
     """Find this rank's batches, which are all that there are in its data set.
 
     At the end of a pass some ranks may have a batch more. In training the others take
     part in its step without rows, by a copy of their last one.
     """
     assert source.presharded is not None
-    lengths, data = source.lengths, source.weigh()
+    lengths, data = source.lengths, source.data
     shown = ", ".join("unknown" if one is None else str(one) for one in lengths)
     received = (
         f"Received: {shown} batches of ranks 0 to {spec.size - 1} in a "
@@ -250,15 +550,15 @@ def _adapt_presharded(
         )
     if source.row is not None:
         row = tf.data.Dataset.from_tensors(source.row)
-        return DataAdapter(row, 1, has_rows=False)
+        return Feed(data=row, length=1, has_rows=False)
     if None in lengths:
         return _adapt_stream(source, spec, Dealer(0, 1, is_training))
     if math.inf in lengths:
-        return DataAdapter(disable_auto_shard(data), math.inf)
+        return Feed(data=disable_auto_shard(data), length=math.inf)
     counts = [int(length or 0) for length in lengths]
     own, steps = counts[spec.rank], max(counts)
     if not is_training:
-        return DataAdapter(disable_auto_shard(assert_length(data, own)), own)
+        return Feed(data=disable_auto_shard(assert_length(data, own)), length=own)
     if steps > min(counts) + 1:
         raise ValueError(
             f"The ranks have different numbers of batches. {received} Leave rows out, "
@@ -269,31 +569,7 @@ def _adapt_presharded(
     data = assert_length(data, own)
     if is_marked:
         data = _add_copy(data, own, steps)
-    return DataAdapter(disable_auto_shard(data), steps, is_marked=is_marked)
-
-
-def _resume(
-    source: Source,
-    spec: ShardSpec,
-    adapter: DataAdapter,
-    division: Division,
-    whole: tf.data.Dataset,
-    rest: Callable[[], tf.data.Dataset],
-) -> DataAdapter:
-    """Begin with the rest of a pass, if some of it was read before a checkpoint."""
-    adapter = replace(adapter, division=division)
-    if not division.begin:
-        return replace(adapter, data=disable_auto_shard(whole))
-    if source.has_seeded_passes:
-
-        def as_made(batch: Any) -> Any:
-            return add_mark(batch, has_rows=True) if adapter.is_marked else batch
-
-        whole = begin_unread_pass(source.weigh(), as_made).concatenate(whole)
-    epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
-    dataset = resume_in_first_epoch(rest(), whole, epoch=epoch, steps=division.steps)
-    data = disable_auto_shard(dataset)
-    return replace(adapter, data=data, epoch=epoch)
+    return Feed(data=disable_auto_shard(data), length=steps, is_marked=is_marked)
 
 
 def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Dataset:
@@ -307,3 +583,75 @@ def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Datas
         return own.concatenate(copy.take(is_last * (steps - count)))
 
     return assert_length(dataset.enumerate().flat_map(with_copy), steps)
+
+
+def _find_keras_order(
+    division: Division, shuffle: bool | str, seed: int | None
+) -> tf.Tensor | None:
+    if not shuffle or seed is None:
+        return None
+    if shuffle != "batch":
+        return draw_keras_order(seed, division.total, None)
+    if division.begin % division.global_batch:
+        return None  # resumed: the batches before had another size
+    return draw_keras_order(seed, division.total, division.global_batch)
+
+
+def _count_steps(feed: Feed, source: Source, spec: ShardSpec) -> int | None:
+    """Count the steps of a pass; `None` if unknown or infinite.
+
+    Where `feed.length` is unknown it is an estimate, one too high at most: the last
+    step is left out if its batches have too few rows.
+    """
+    length = finite_or_none(source.length)
+    if feed.length is not None or length is None:
+        return finite_or_none(feed.length)
+    return math.ceil(length / (spec.size if is_dealt(source, spec) else 1))
+
+
+def _take_smallest(*steps: int | None) -> int | None:
+    return min(filter(None, steps), default=None)
+
+
+def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> None:
+    leaves = keras.tree.flatten([source.data, given["y"], given["sample_weight"]])
+    is_uneven = any(isinstance(leaf, UNEVEN) for leaf in leaves)
+    if spec.size > 1 and spec.shard != "none" and is_uneven:
+        raise ValueError(
+            "Ragged and sparse tensors cannot be sharded. Received: x of "
+            f"type {source.type_name}. Pass dense arrays, or split the data yourself "
+            'and pass shard="none" with a tf.data.Dataset.'
+        )
+    if source.length == 0:
+        received = f"x of type {source.type_name} without a batch"
+        raise no_data(received, is_training=True)
+    is_endless = source.length == math.inf and given["steps_per_epoch"] is None
+    if spec.size > 1 and is_endless:
+        raise ValueError(
+            "An epoch of infinite data needs a number of steps. Received: "
+            f"infinite x of type {source.type_name}, steps_per_epoch=None. "
+            "Pass `steps_per_epoch`."
+        )
+
+
+def _check_rows(arrays: Arrays, batch_size: int, spec: ShardSpec) -> None:
+    if arrays.num_rows == 0:
+        raise no_data("arrays of 0 rows", is_training=True)
+    if spec.is_global:
+        check_shared_batch(batch_size, spec.size, f"batch_size={batch_size}")
+    is_sharded = spec.shard != "none" and not spec.is_global
+    if is_sharded and arrays.num_rows < spec.size:
+        raise ValueError(
+            "Each rank needs at least one row. "
+            f"Received: {arrays.num_rows} rows for {spec.size} ranks. "
+            f"Pass more data, or start at most {arrays.num_rows} processes."
+        )
+
+
+def _check_batch_size(batch_size: Any) -> int:
+    if not hasattr(batch_size, "__index__") or batch_size < 1:
+        raise ValueError(
+            "`batch_size`, the rows of one rank's batch, must be a whole number of at "
+            f"least 1. Received: batch_size={batch_size!r}"
+        )
+    return int(batch_size)

@@ -142,57 +142,6 @@ class Dealer:
         return assert_length(by_window(dataset, self.size, own), self.num_steps(total))
 
 
-def add_class_weights(batch: Any, class_weight: dict[int, float] | None) -> Any:
-    """Add the weights of the rows' classes to a batch `(x, y)`, if there are any.
-
-    Raises:
-        ValueError: If there are weights of rows already, or several targets.
-    """
-    if not class_weight:
-        return batch
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if sample_weight is not None:
-        raise ValueError(
-            "You cannot `class_weight` and `sample_weight` at the same time. Received: "
-            f"class_weight={class_weight} and rows with weights of their own. Multiply "
-            "these by the weights of the classes instead."
-        )
-    if y is None or keras.tree.is_nested(y):
-        raise ValueError(
-            "`class_weight` is only supported for Models with a single output. "
-            f"Received: class_weight={class_weight} and targets of type "
-            f"{type(y).__name__}. Pass the weights of the rows as `sample_weight`."
-        )
-    return x, y, weigh_classes(y, class_weight)
-
-
-def weigh_classes(y: Any, class_weight: dict[int, float]) -> Any:
-    """Return the weight of each row's class, as Keras computes it.
-
-    Args:
-        y: Classes of shape `(rows,)` or `(rows, 1)`, or one-hot `(rows, classes)`: an
-            array, or a tensor of a data set.
-        class_weight: Weights of classes; that of another class is 1.
-
-    Returns:
-        Of shape `(rows,)`: for an array one of Keras's float type; for a tensor one of
-        float32, in which Keras weighs data sets.
-    """
-    is_tensor = tf.is_tensor(y)
-    library: Any = tf if is_tensor else np
-    classes = y if is_tensor else np.asarray(y)
-    if len(classes.shape) > 1:
-        is_one_hot = classes.shape[-1] != 1
-        find_class = library.argmax if is_one_hot else library.squeeze
-        classes = find_class(classes, axis=-1)
-    classes = library.round(classes)
-    if is_tensor:
-        of_classes = [class_weight.get(c, 1.0) for c in range(max(class_weight) + 1)]
-        return tf.gather(tf.constant(of_classes, tf.float32), tf.cast(classes, "int32"))
-    weights = [class_weight.get(int(each), 1.0) for each in classes.ravel()]
-    return np.asarray(weights, keras.config.floatx()).reshape(classes.shape)
-
-
 def add_mark(batch: Any, has_rows: Any) -> tuple[Any, Any]:
     """Put a mark beside a batch: a number in an array of one, 0 if no row counts.
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_dist.data import draws
-from keras_dist.data.dealer import Dealer, add_class_weights, add_mark
+from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.source import digest_batches, standardize
 
@@ -28,7 +28,6 @@ class ShardedSequence(keras.utils.PyDataset):
         undivided: The user's `PyDataset`, with the same batches on all ranks.
         dealer: What this rank reads of the batches.
         limit: Batches of all ranks in a pass; `None` for all that there are.
-        class_weight: Weights of classes, which become weights of rows.
         seed: Seed of the order, which changes from epoch to epoch; `None` to keep it.
         gather: A collective, to compare batches that the user's `on_epoch_end` changes.
         spec: For data that has an end, where to resume, and to make a `division`;
@@ -41,7 +40,6 @@ class ShardedSequence(keras.utils.PyDataset):
         dealer: Dealer,
         *,
         limit: int | None = None,
-        class_weight: dict[int, float] | None = None,
         seed: int | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
         spec: ShardSpec | None = None,
@@ -53,7 +51,6 @@ class ShardedSequence(keras.utils.PyDataset):
         )
         self.undivided = undivided
         self._dealer, self._seed, self._limit = dealer, seed, limit
-        self._class_weight = class_weight
         is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
         self._gather_texts = None if is_kept else gather
         self.division: Division | None = None
@@ -105,9 +102,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
         def batch_at(number: int) -> Any:
             batch = self.undivided[self._index(begin + number)]
-            if not self.is_marked and self._class_weight is None:
-                return batch
-            return add_class_weights(standardize(batch), self._class_weight)
+            return standardize(batch) if self.is_marked else batch
 
         own = self._dealer.take(count, batch_at)
         assert own is not None  # `num_batches` counts those that there are

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.arrays import UNEVEN
-from keras_dist.data.dealer import add_class_weights, num_rows
+from keras_dist.data.dealer import num_rows
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import (
     as_untuned,
@@ -27,7 +27,6 @@ from keras_dist.data.pipeline import (
     is_reshuffled,
     list_seeds,
     list_unshuffled_inputs,
-    map_batches,
     untuned_pass,
 )
 from keras_dist.data.presharded import Presharded, presharded_of
@@ -55,8 +54,6 @@ class Source:
         kind: `"dataset"`, `"sequence"` or `"stream"`.
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
         presharded: How it was divided before its rows were decoded, if it was.
-        class_weight: Weights of classes, which become weights of rows (`weigh`,
-            `standardize`): Keras would take a mark for the targets. `None` for none.
         has_seeded_passes: Whether the order of each pass follows from seeds and its
             number, so that beginning one changes all later ones.
         note: What the plan says of it, beside how it is sharded.
@@ -74,7 +71,6 @@ class Source:
         self.is_same, self.note = is_same, ""
         self.lengths: tuple[float | None, ...] = ()
         self.row: Any = None
-        self.class_weight: dict[int, float] | None = None
         self.length = count_batches(self.data)
         is_sequence = isinstance(data, keras.utils.PyDataset)
         self.kind = "sequence" if is_sequence else "stream"
@@ -199,13 +195,7 @@ class Source:
 
     def standardize(self, batch: Any) -> Any:
         """Convert a batch to what Keras hands to a step; of a data set it is that."""
-        batch = batch if self.kind == "dataset" else standardize(batch)
-        return add_class_weights(batch, self.class_weight)
-
-    def weigh(self) -> Any:
-        """Return the data set, with the weights of its rows' classes, if any."""
-        is_plain = not self.class_weight
-        return self.data if is_plain else map_batches(self.data, self.standardize)
+        return batch if self.kind == "dataset" else standardize(batch)
 
     def fingerprint(self, size: int = 1) -> list[str]:
         """Digest each component of the first batches: alike if ranks read the same.

@@ -126,7 +126,7 @@ class StreamReader:
 
     def _signature(self) -> Any:
         if isinstance(self._source.data, tf.data.Dataset):
-            spec = self._source.weigh().element_spec
+            spec = self._source.data.element_spec
             if self._dealer.splits_batches:
                 spec = keras.tree.map_structure(_any_rows, spec)
             return spec

@@ -11,9 +11,9 @@ from keras_dist.callbacks.added import NextEpoch
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.user_callbacks import destinations, runs_on_first_rank_only
-from keras_dist.data.adapters import DataAdapter
+from keras_dist.data.adapters import hold_out, training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
-from keras_dist.data.feed import Feed, hold_out, training_feed, validation_feed
+from keras_dist.data.feed import Feed
 from keras_dist.data.source import Source
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.setup.arguments import KerasArguments, Options
@@ -232,10 +232,10 @@ def _make_arguments(
     is_first = comm.rank() == 0
     arguments = vars(fit) | training.arguments
     arguments["callbacks"] = on_this_rank(callbacks)
-    if comm.size() == 1 and not training.has_epochs:
+    if comm.size() == 1 and training.epoch is None:
         # The user's data as it is: Keras decides what it accepts.
         return vars(fit) | {"callbacks": arguments["callbacks"]}
-    if training.has_epochs:
+    if training.epoch is not None:
         arguments["callbacks"].append(NextEpoch())
     arguments["verbose"] = fit.verbose if is_first else 0
     if validation is not None:
@@ -279,7 +279,7 @@ def _make_feeds(
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")
-        return Feed({}, plan.Rows(kind), DataAdapter(fit.x, None)), None
+        return Feed(data=fit.x, length=None, plan=plan.Rows(kind)), None
 
 
 def _count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:

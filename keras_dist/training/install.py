@@ -141,7 +141,7 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
         session.knows_rows,
         session.may_read_on,
         session.is_marked,
-        session.feed is not None and session.feed.is_strided,
+        session.feed and (session.feed.is_strided, session.feed.class_weight),
     )
     function = session.traced.find_train_function(session.options)
     session.is_traced = all(comm.gather(function is not None))

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data.adapters import DataAdapter
 from keras_dist.data.arrays import Arrays
+from keras_dist.data.feed import Feed
 from keras_dist.data.presharded import Presharded
 from keras_dist.data.source import Source
 from keras_dist.training.same_values import agree_on_arrays
@@ -168,7 +168,7 @@ def predict_presharded(
 
 
 def predict_in_turns(
-    data: DataAdapter,
+    data: Feed,
     predict: Callable[..., Any],
     model: Any,
     *,

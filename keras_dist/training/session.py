@@ -202,7 +202,7 @@ class Session:
         self.feed, self.feeds = training, (training,)
         if validation is not None:
             self.feeds += (validation,)
-            self.validation = Evaluation(has_rows=validation.adapter.has_rows)
+            self.validation = Evaluation(has_rows=validation.has_rows)
         if training.division is not None:
             self._set_position(training.division, training.division.begin)
 
@@ -258,24 +258,26 @@ class Session:
         if feed is None:
             return False
         is_known = feed.plan.steps_before is not None and comm.size() > 1
-        return feed.has_epochs or is_known
+        return feed.epoch is not None or is_known
 
     @property
     def is_marked(self) -> bool:
         """True if batches to train on come with a mark."""
-        return self.feed is not None and self.feed.adapter.is_marked
+        return self.feed is not None and self.feed.is_marked
 
     def split_mark(self, data: Any) -> tuple[Any, Any]:
         """Split what a train step is given into the batch and its mark.
 
         Returns:
-            The batch, and whether it is this rank's own and not a copy: a boolean
-            scalar, or `None` if it always is.
+            The batch, with the weights of its classes; and whether it is this rank's
+            own and not a copy: a boolean scalar, or `None` if it always is.
         """
-        if not self.is_marked:
-            return data, None
-        batch, mark = data
-        return batch, tf.cast(tf.reshape(mark, []), tf.bool)
+        has_rows = None
+        if self.is_marked:
+            data, mark = data
+            has_rows = tf.cast(tf.reshape(mark, []), tf.bool)
+        batch = data if self.feed is None else self.feed.add_class_weights(data)
+        return batch, has_rows
 
     def see_rows(self, rows: Any) -> None:
         """Count a batch that the metrics are updated with; in a graph or not."""
@@ -356,7 +358,7 @@ class Session:
         """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
         before = self.averages, self.evaluation, self.next_evaluation, self.feeds
         self.averages, self.evaluation = True, None
-        self.next_evaluation = Evaluation(has_rows=feed.adapter.has_rows)
+        self.next_evaluation = Evaluation(has_rows=feed.has_rows)
         self.feeds = (*self.feeds, feed)
         try:
             yield

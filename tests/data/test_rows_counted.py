@@ -23,8 +23,8 @@ from data_kinds import (
     ids_of_batches,
 )
 
+from keras_dist.data.adapters import training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
-from keras_dist.data.feed import training_feed, validation_feed
 from keras_dist.data.source import Source
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
@@ -87,8 +87,8 @@ def source_of(data, size):
 def read(feed: Any, batch_size: int) -> list[list[int]]:
     """The rows that count in an epoch, batch by batch."""
     x, y = feed.arguments["x"], feed.arguments["y"]
-    if y is None and feed.adapter.is_marked:
-        x = counted_batches(feed.adapter)
+    if y is None and feed.is_marked:
+        x = counted_batches(feed)
     if y is None:
         return ids_of_batches(x)
     ids = np.asarray(y).astype(int).tolist()
@@ -109,7 +109,7 @@ def check_evaluation(case: Case, steps: int | None = None) -> None:
     ranks = [read(feed, case.batch_size) for feed in feeds]
     assert all(sum(map(len, rank)) for rank in ranks)  # Keras needs a row
     both = list(zip(feeds, ranks, strict=True))
-    own = [rank for feed, rank in both if feed.adapter.has_rows]
+    own = [rank for feed, rank in both if feed.has_rows]
     limit = None if steps is None else -(-steps // case.size) * case.size
     assert counted(own) == counted([batches[:limit]])
     for feed, rank in both:
@@ -140,7 +140,7 @@ def steps_of(feed: Any, epoch: int) -> int:
     feed.begin_epoch(epoch)
     if isinstance(data, keras.utils.PyDataset):
         return data.num_batches
-    known = -1 if feed.adapter.length is None else int(data.cardinality())
+    known = -1 if feed.length is None else int(data.cardinality())
     is_read = known < 0 and feed.source.is_repeatable
     return sum(1 for _ in data) if is_read else known
 
@@ -184,7 +184,7 @@ def read_with_marks(feed: Any, epoch: int) -> list[list[int]]:
     """The rows of each step of this rank; none where its batch does not count."""
     feed.begin_epoch(epoch)
     data = list(feed.arguments["x"])
-    if not feed.adapter.is_marked:
+    if not feed.is_marked:
         return ids_of_batches(data)
     rows = ids_of_batches([batch for batch, _ in data])
     marks = [int(mark[0]) for _, mark in data]

@@ -13,8 +13,8 @@ import tensorflow as tf
 from data_kinds import ids_of_batches
 
 import keras_dist
+from keras_dist.data.adapters import training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
-from keras_dist.data.feed import training_feed, validation_feed
 from keras_dist.data.pipeline import list_seeds, list_unshuffled_inputs
 from keras_dist.data.presharded import (
     Presharded,
@@ -73,7 +73,7 @@ def read(feed, epoch=0):
     """Row numbers of each step of one epoch; none where a batch does not count."""
     feed.begin_epoch(epoch)
     data = feed.arguments["x"]
-    if not feed.adapter.is_marked:
+    if not feed.is_marked:
         return ids_of_batches(data)
     marks = [int(mark[0]) for _, mark in data]
     rows = ids_of_batches([batch for batch, _ in data])
