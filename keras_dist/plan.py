@@ -20,8 +20,7 @@ class Rows:
     Args:
         kind: The type of the data and how it is sharded, in words.
         batch_size: Rows in a batch of one rank; `None` if the data decides it.
-        total: Rows of all ranks, or of this rank if the data is already split; `None`
-            if unknown.
+        total: Rows of all ranks; `None` if unknown.
         is_by_row: Whether the data is sharded by row.
         steps_before: Steps of an epoch on one process; `None` if unknown.
         steps: Steps of an epoch on each rank; `None` if unknown.
@@ -172,11 +171,8 @@ def format_number(value: float) -> str:
 def _rows_lines(label: str, rows: Rows, size: int) -> list[tuple[str, str]]:
     if rows.total is None:
         return []
-    if rows.is_global:
+    if rows.is_global or not rows.is_by_row:
         return [(label, f"{rows.total:,}")]
-    if not rows.is_by_row:
-        whose = " on this rank" if size > 1 else ""
-        return [(label, f"{rows.total:,}{whose}")]
     low, high = rows.total // size, math.ceil(rows.total / size)
     each = f"{low:,}" if low == high else f"{low:,} or {high:,}"
     return [(label, f"{rows.total:,} → {each} per rank")]

@@ -115,6 +115,7 @@ def _feed_arrays(
         rows = replace(
             rows,
             kind="arrays, already split" if spec.size > 1 else "arrays",
+            total=total if spec.size == 1 else None,
             steps=min(steps or steps_per_pass, steps_per_pass),
         )
         facts["the batches of a pass over its rows"] = steps_per_pass
@@ -274,7 +275,7 @@ def validation_feed(
         rows = replace(
             rows,
             kind="arrays, already split" if spec.size > 1 else "arrays",
-            total=keras.tree.flatten(x)[0].shape[0],
+            total=keras.tree.flatten(x)[0].shape[0] if spec.size == 1 else None,
             steps=own_steps,
         )
         return Feed(
@@ -287,47 +288,32 @@ def validation_feed(
     arrays = Arrays.of(x, y, sample_weight)
     if arrays.num_rows == 0:
         raise no_data("arrays without rows")
-    per_step = batch_size or _BATCH_SIZE
-    feed = _evaluate_arrays(arrays, per_step, own_steps, spec)
-    rows = replace(
-        rows,
-        kind="arrays, sharded by " + ("batch" if spec.is_global else "row"),
-        batch_size=per_step if spec.is_global else batch_size,
-        is_global=spec.is_global,
-        total=arrays.num_rows,
-        is_by_row=not spec.is_global,
-        steps_before=steps or -(-arrays.num_rows // per_step),
-        steps=finite_or_none(feed.length),
+    batch_size = batch_size or _BATCH_SIZE
+    in_pass = -(-arrays.num_rows // batch_size)
+    total = min(in_pass, (own_steps or in_pass) * spec.batches_per_step)
+    has_rows = spec.rank < total
+    dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
+    data = arrays.in_batches(
+        batch_size, lambda rows: dealer.deal(rows.take(total), is_marked=False)
     )
-    return replace(
-        feed,
-        arguments=dict.fromkeys(pieces) | {"x": feed.data},
-        plan=rows,
+    length = dealer.num_steps(total)
+    return Feed(
+        data=data,
+        length=length,
+        plan=replace(
+            rows,
+            kind="arrays, sharded by batch",
+            batch_size=batch_size,
+            total=arrays.num_rows,
+            is_global=spec.is_global,
+            steps_before=steps or in_pass,
+            steps=length,
+        ),
+        arguments=dict.fromkeys(pieces) | {"x": data},
         source=arrays,
+        has_rows=has_rows,
         facts={"the number of validation rows": arrays.num_rows},
     )
-
-
-def _evaluate_arrays(
-    arrays: Arrays, batch_size: int, steps: int | None, spec: ShardSpec
-) -> Feed:
-    """Shard rows; with `batch="global"` deal the batches of one process, undivided.
-
-    `steps` are those of this rank, or with `batch="global"` of all together.
-    """
-    if spec.is_global:
-        in_pass = -(-arrays.num_rows // batch_size)
-        total = min(steps or in_pass, in_pass)
-        has_rows = spec.rank < total
-        dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
-        data = arrays.in_batches(
-            batch_size, lambda rows: dealer.deal(rows.take(total), is_marked=False)
-        )
-    else:
-        has_rows = spec.rank < arrays.num_rows
-        local = arrays.take_local_rows(rank=spec.rank, size=spec.size)
-        data = local.in_batches(batch_size, lambda rows: rows.take(steps or -1))
-    return Feed(data=data, length=count_batches(data), has_rows=has_rows)
 
 
 def hold_out(
