@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Timer
 from typing import Any, Literal
 
 import keras
@@ -17,7 +16,7 @@ from keras_dist import comm, fit, mixin, optimizer, private
 from keras_dist.callbacks.user_callbacks import is_alone
 from keras_dist.data.division import StepsRule
 from keras_dist.errors import is_known
-from keras_dist.lines import find_caller, say
+from keras_dist.lines import find_caller
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.setup.arguments import KerasArguments, Options
@@ -27,9 +26,6 @@ VARIABLE = "KERAS_DIST"
 
 # A folder: the script's first fit resumes from its folder `fit_1`, and so on.
 RESUME = "KERAS_DIST_RESUME"
-
-# Other ranks may be this many seconds later, before a line says who waits for them.
-_LATE_SECONDS = 20.0
 
 _fits = itertools.count(1)
 _options: list[Options] = []
@@ -201,9 +197,6 @@ def _meet(model: Any, name: str) -> None:
     if comm.size() == 1:
         return
     call = f"`{name}` of a {model.__class__.__name__} at {find_caller()}"
-    late = Timer(_LATE_SECONDS, say, [f"rank {comm.rank()} waits for others in {call}"])
-    late.daemon = True
-    late.start()
     try:
         comm.agree(
             {"which method of Keras is called": call},
@@ -218,5 +211,3 @@ def _meet(model: Any, name: str) -> None:
             f"{comm.rank()}, and another rank that ended without it. Call it on all "
             "ranks: what is in `if rank == 0:` must not train, evaluate or predict."
         ) from error
-    finally:
-        late.cancel()

@@ -15,8 +15,8 @@ _combined: dict[tuple[type, type], type] = {}
 Method = tuple[type, str]
 
 _lock = threading.Lock()
-_num_users: dict[Method, int] = {}
-_restore: dict[Method, Callable[[], None]] = {}
+# What undoes the change, and the functions that are in use.
+_users: dict[Method, list[Callable[..., Any]]] = {}
 _replaced: ContextVar[Mapping[Method, Callable[..., Any]]] = ContextVar("replaced")
 
 
@@ -127,41 +127,34 @@ def set_method(cls: type, name: str, method: Any) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def replace_methods(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that calls functions in place of methods of classes.
+def replace_method(cls: type, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    """Context manager that calls a function in place of a method of a class.
 
     A class has one method for all threads. So as long as somebody asks for it, the
     class has a method that looks up where it is called: what runs in another thread,
     such as another fit, calls what the class had before.
 
     Args:
-        methods: By class and name of the method, a function whose arguments are the
-            plain method bound to its object, the object, and those of the call.
+        cls: The class.
+        name: Name of the method.
+        ours: Its arguments are the plain method bound to its object, the object, and
+            those of the call.
     """
-    with contextlib.ExitStack() as stack:
-        for method in methods:
-            stack.enter_context(_redirect(*method))
-        token = _replaced.set({**_replaced.get({}), **methods})
-        stack.callback(_replaced.reset, token)
-        yield
-
-
-@contextlib.contextmanager
-def _redirect(cls: Any, name: str) -> Iterator[None]:
-    """Context manager in which a method asks its context for what replaces it."""
     key = cls, name
     with _lock:
-        if not _num_users.get(key):
-            ours = functools.partialmethod(_call, key, getattr(cls, name))
-            _restore[key] = set_method(cls, name, ours)
-        _num_users[key] = _num_users.get(key, 0) + 1
+        if key not in _users:
+            method = functools.partialmethod(_call, key, getattr(cls, name))
+            _users[key] = [set_method(cls, name, method)]
+        _users[key].append(ours)
+    token = _replaced.set({**_replaced.get({}), key: ours})
     try:
         yield
     finally:
+        _replaced.reset(token)
         with _lock:
-            _num_users[key] -= 1
-            if not _num_users[key]:
-                _restore.pop(key)()
+            _users[key].remove(ours)
+            if len(_users[key]) == 1:
+                _users.pop(key)[0]()
 
 
 def _call(self: Any, key: Method, plain: Any, *args: Any, **kwargs: Any) -> Any:

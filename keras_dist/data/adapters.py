@@ -31,7 +31,6 @@ from keras_dist.data.pipeline import (
     assert_length,
     begin_unread_pass,
     count_batches,
-    disable_auto_shard,
     finite_or_none,
     first_steps,
     resume_in_first_epoch,
@@ -495,7 +494,9 @@ def _adapt_dataset(
     is_marked = dealer.is_marked(length or 0, is_resumed=is_resumed)
     whole = dealer.deal(data, is_marked=is_marked)
     steps = math.inf if length is None else dealer.num_steps(length)
-    feed = Feed(data=disable_auto_shard(whole), length=steps, is_marked=is_marked)
+    feed = Feed(
+        data=whole.prefetch(tf.data.AUTOTUNE), length=steps, is_marked=is_marked
+    )
     if length is None or not keeps_position:
         return feed
     division = Division.of(
@@ -513,7 +514,7 @@ def _adapt_dataset(
     rest = dealer.deal(data.skip(division.begin), is_marked=is_marked)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = resume_in_first_epoch(rest, whole, epoch=epoch, steps=division.steps)
-    return replace(feed, data=disable_auto_shard(dataset), epoch=epoch)
+    return replace(feed, data=dataset.prefetch(tf.data.AUTOTUNE), epoch=epoch)
 
 
 def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Feed:
@@ -540,11 +541,12 @@ def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Fee
     if None in lengths:
         return _adapt_stream(source, spec, Dealer(0, 1, is_training))
     if math.inf in lengths:
-        return Feed(data=disable_auto_shard(data), length=math.inf)
+        return Feed(data=data.prefetch(tf.data.AUTOTUNE), length=math.inf)
     counts = [int(length or 0) for length in lengths]
     own, steps = counts[spec.rank], max(counts)
     if not is_training:
-        return Feed(data=disable_auto_shard(assert_length(data, own)), length=own)
+        data = assert_length(data, own).prefetch(tf.data.AUTOTUNE)
+        return Feed(data=data, length=own)
     if steps > min(counts) + 1:
         raise ValueError(
             f"The ranks have different numbers of batches. {received} Leave rows out, "
@@ -555,7 +557,8 @@ def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Fee
     data = assert_length(data, own)
     if is_marked:
         data = _add_copy(data, own, steps)
-    return Feed(data=disable_auto_shard(data), length=steps, is_marked=is_marked)
+    data = data.prefetch(tf.data.AUTOTUNE)
+    return Feed(data=data, length=steps, is_marked=is_marked)
 
 
 def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Dataset:

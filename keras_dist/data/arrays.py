@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist.data.dealer import add_mark
 from keras_dist.data.division import Division, local_items
-from keras_dist.data.pipeline import as_untuned, disable_auto_shard, with_length
+from keras_dist.data.pipeline import as_untuned, with_length
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
@@ -108,7 +108,8 @@ class Arrays:
         """
         rows = select(tf.data.Dataset.range(self.num_rows).batch(batch_size))
         read = _make_reader(self.pack())
-        return disable_auto_shard(rows.map(read, tf.data.AUTOTUNE, deterministic=True))
+        data = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
+        return data.prefetch(tf.data.AUTOTUNE)
 
     def _leaves(self) -> list[Any]:
         leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
@@ -279,7 +280,7 @@ class RowOrder:
         dataset = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
         is_shorter = division.is_within_epoch
         dataset = with_length(dataset, division.steps, may_be_shorter=is_shorter)
-        return disable_auto_shard(dataset)
+        return dataset.prefetch(tf.data.AUTOTUNE)
 
     def _order_rows(self, number: tf.Tensor) -> tf.Tensor:
         """Put the indices of all rows in their order in a pass."""

@@ -313,12 +313,3 @@ def resume_in_first_epoch(
 
     dataset = tf.data.Dataset.range(1).flat_map(batches_of_epoch)
     return with_length(dataset, steps, may_be_shorter=True)
-
-
-def disable_auto_shard(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Prefetch a data set, and keep TensorFlow from sharding it once more."""
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy.OFF
-    )
-    return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)

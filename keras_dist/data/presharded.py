@@ -98,15 +98,3 @@ def presharded_of(data: object) -> Presharded | None:
             "Apply `shard` once, to the data set that is made of them."
         )
     return found[0] if found else None
-
-
-def length_before_repeat(dataset: tf.data.Dataset) -> float | None:
-    """Return the length of the last finite stage of endless data, after the division.
-
-    It is `math.inf` if the data was endless before it was divided.
-    """
-    length = count_batches(dataset)
-    inputs = [] if dataset in _KNOWN else inputs_of(dataset)
-    if length != math.inf or len(inputs) != 1:
-        return length
-    return length_before_repeat(inputs[0])

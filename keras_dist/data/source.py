@@ -80,8 +80,6 @@ class Source:
         self._buffered: list[Any] = []
         self._held: list[Any] = []
         self._first_rows: int | None = None
-        # What yields the batches behind those that are buffered.
-        self._begun: Iterator[Any] | None = None if self.is_repeatable else self.data
         # Of an iterator of which a pass has begun, the batches that come next.
         self._unread: Iterator[Any] | None = None
 
@@ -116,13 +114,11 @@ class Source:
         The next pass reads them, too. Where they are made anew for it, the generators
         of random numbers go back to where they were.
         """
-        if self.has_seeded_passes and self.length is None:
-            self._begun = self._begun or untuned_pass(self.data)
-        if self._begun is not None:
-            if not self.is_repeatable and not self._buffered:
-                self._skip_read_ahead(self._begun)
+        if not self.is_repeatable:
+            if not self._buffered:
+                self._skip_read_ahead(self.data)
             more = 0 if self._unread else max(count - len(self._buffered), 0)
-            self._buffered += itertools.islice(self._begun, more)
+            self._buffered += itertools.islice(self.data, more)
             return self._buffered[:count]
         if self.kind == "dataset":
             return self._first_batches(self.data, count)
@@ -169,10 +165,6 @@ class Source:
     def __iter__(self) -> Iterator[Any]:
         if not self.is_repeatable:
             return self.next_pass(1)
-        if self._begun is not None:
-            begun, buffered = self._begun, self._buffered
-            self._begun, self._buffered = None, []  # the next pass is another one
-            return itertools.chain(buffered, begun)
         if self.kind == "sequence":
             is_endless = self.data.num_batches is None
             indices = itertools.count() if is_endless else range(self.data.num_batches)

@@ -56,9 +56,6 @@ class StreamReader:
         # Without reading ahead, all ranks have read as many batches when they stop.
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
-        options.experimental_distribute.auto_shard_policy = (
-            tf.data.experimental.AutoShardPolicy.OFF
-        )
         signature = self._signature()
         if self.is_marked:
             signature = signature, tf.TensorSpec([1], "int32")

@@ -192,7 +192,7 @@ def only_attached() -> contextlib.AbstractContextManager[None]:
             )
         return plain(*args, **kwargs)
 
-    return mixin.replace_methods({(keras.optimizers.Optimizer, "apply"): apply})
+    return mixin.replace_method(keras.optimizers.Optimizer, "apply", apply)
 
 
 def update(

@@ -225,4 +225,4 @@ def run_inline() -> contextlib.AbstractContextManager[None]:
     def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function.python_function(*args, **kwargs)
 
-    return mixin.replace_methods({(type(tf.function(run)), "__call__"): run})
+    return mixin.replace_method(type(tf.function(run)), "__call__", run)

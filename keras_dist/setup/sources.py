@@ -20,7 +20,7 @@ from keras_dist.data import draws
 from keras_dist.data.arrays import UNEVEN, is_arrays, lists_to_arrays
 from keras_dist.data.division import ShardSpec, no_data
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
-from keras_dist.data.presharded import Presharded, length_before_repeat, presharded_of
+from keras_dist.data.presharded import Presharded, presharded_of
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
 from keras_dist.errors import RankError, describe
 from keras_dist.lines import warn
@@ -326,14 +326,12 @@ def _compare_before_shard(
         if name == "validation" and own_length is None and not source.first(1):
             own_length = 0  # this rank has no row to evaluate
     source.lengths = lengths = tuple(comm.gather(own_length))
-    if lengths[0] == math.inf:
-        passes = comm.gather(length_before_repeat(source.data))
-        if len(set(passes)) > 1:
-            raise ValueError(
-                f"The {name} data is repeated after it was divided, and the ranks' "
-                f"passes have different lengths. Received: {passes} elements in a pass "
-                f"of ranks 0 to {len(passes) - 1}. Put `repeat` before `shard`."
-            )
+    if lengths[0] == math.inf and presharded.length != math.inf:
+        raise ValueError(
+            f"The {name} data is repeated after it was divided, and the ranks' passes "
+            "may have different lengths. Received: an endless "
+            f"{source.type_name}. Put `repeat` before `shard`."
+        )
     if name == "validation" and 0 in lengths:
         row = _get_row(source, lengths)
         source.row = row if lengths[comm.rank()] == 0 else None

@@ -7,7 +7,7 @@
 - the class of `BatchNormalization(synchronized=True)`: `GlobalMoments`
 
 While a step is traced, or runs eagerly, methods of classes are replaced, too
-(`mixin.replace_methods`). All of it is undone when the fit is over.
+(`mixin.replace_method`). All of it is undone when the fit is over.
 """
 
 import contextlib

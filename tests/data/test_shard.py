@@ -19,7 +19,6 @@ from keras_dist.data.pipeline import list_seeds, list_unshuffled_inputs
 from keras_dist.data.presharded import (
     Presharded,
     divide_rows,
-    length_before_repeat,
     presharded_of,
 )
 from keras_dist.data.source import Source
@@ -247,8 +246,6 @@ def test_what_was_before_is_seen_through_two_private_names():
     assert len(seeds) == 2 and seeds[0] == (5, 8) and (0, 0) not in seeds
     (first,) = list_unshuffled_inputs(data)
     assert ids_of_batches(first.batch(9)) == [list(range(9))]
-    repeated = divide_rows(Presharded(2, 0, 2, rows_of(9)))
-    assert length_before_repeat(repeated.repeat().batch(2)) == 5
 
 
 def test_on_one_process_nothing_is_changed():

@@ -22,11 +22,11 @@ def test_a_method_is_replaced_in_one_thread_alone():
     loss = keras.losses.MeanSquaredError()
     plain = vars(keras.losses.Loss)["__call__"]
     ones, zeros = ops.ones((2, 1)), ops.zeros((2, 1))
-    methods = {(keras.losses.Loss, "__call__"): doubled}
+    method = keras.losses.Loss, "__call__", doubled
     begun, may_end, seen = threading.Event(), threading.Event(), []
 
     def other():
-        with mixin.replace_methods(methods):
+        with mixin.replace_method(*method):
             begun.set()
             assert may_end.wait(60)
             seen.append(float(loss(ones, zeros)))
@@ -35,7 +35,7 @@ def test_a_method_is_replaced_in_one_thread_alone():
     thread.start()
     assert begun.wait(60)
     assert float(loss(ones, zeros)) == 1.0  # this thread's own
-    with mixin.replace_methods(methods):
+    with mixin.replace_method(*method):
         assert float(loss(ones, zeros)) == 2.0
     may_end.set()
     thread.join()
