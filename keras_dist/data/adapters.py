@@ -57,17 +57,11 @@ def training_feed(
     steps_rule: str,
     spec: ShardSpec,
 ) -> Feed:
-    """Make the arguments of `Model.fit` for this rank's training data.
+    """Make the feed of this rank's training data, from arguments of `Model.fit`.
 
     Args:
-        x: Inputs: arrays, or data that comes in batches, perhaps as a `Source`.
-        y: Targets, or `None`.
-        sample_weight: Weights of the rows, or `None`.
-        class_weight: Weights of the classes, as in `Model.fit`, or `None`.
-        batch_size: Rows of one rank's batch, with `batch="global"` of all ranks
-            together, or `None` for Keras's default.
-        shuffle: As in `Model.fit`.
-        steps_per_epoch: Steps of a script for one process, or `None` for all data.
+        x, y, sample_weight, class_weight, batch_size, shuffle, steps_per_epoch: The
+            user's; `x` may be a `Source`.
         steps_rule: How `steps_per_epoch` changes with the number of ranks.
         spec: The ranks, and how data is divided among them.
 
@@ -229,13 +223,11 @@ def validation_feed(
     steps_rule: str,
     spec: ShardSpec,
 ) -> Feed:
-    """Make the arguments of `Model.evaluate` for this rank's validation data.
+    """Make the feed of this rank's validation data.
 
     Args:
-        data: `(x, y)` or `(x, y, sample_weight)`, or data that comes in batches,
-            perhaps as a `Source`.
-        batch_size: Rows of one rank's batch, or `None` for Keras's default.
-        steps: Steps of a script for one process, or `None` for all data.
+        data: The user's `validation_data`, perhaps a `Source`.
+        batch_size, steps: The user's.
         steps_rule: How `steps` changes with the number of ranks.
         spec: The ranks, and how data is divided among them.
 
