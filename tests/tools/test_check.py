@@ -56,6 +56,7 @@ def run_check(words, tmp_path, code=""):
     return results, done
 
 
+@pytest.mark.long
 def test_env_describes_this_host_without_ranks(tmp_path):
     """Versions, Horovod, system and network."""
     words = [sys.executable, "-m", "keras_dist", "env"]
