@@ -20,7 +20,6 @@ from keras_dist.data.adapters import is_dealt, validation_feed
 from keras_dist.data.arrays import is_arrays, is_uneven, lists_to_arrays, seed_of_keras
 from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import raising_own_errors
-from keras_dist.data.presharded import presharded_of
 from keras_dist.data.source import Source
 from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
@@ -39,9 +38,7 @@ from keras_dist.training.predict import (
     each_batch,
     predict_in_turns,
     predict_presharded,
-    predict_sharded,
     rows_in_batches,
-    rows_to_predict,
 )
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
@@ -358,29 +355,39 @@ def predict(
         with comm.together():
             _check_predict(model, gather)
             options = options.resolved()
-        x = lists_to_arrays(x)
-        if is_uneven(x):
-            with comm.together():
+            x = lists_to_arrays(x)
+            if is_uneven(x):
                 x = rows_in_batches(x, batch_size, steps)
-        known = presharded_of(x)
-        # What decides which collectives come.
-        facts = {
+            x = sources.make_source(x, options.shard)
+        is_source = isinstance(x, Source)
+        known = x.presharded if is_source else None
+        leaves = keras.tree.flatten(x) if is_arrays(x) else []
+        facts = {  # what decides which collectives come
             "`gather`": gather,
             "`steps`": steps,
-            "whether the data is arrays": is_arrays(x),
+            "the shapes of the rows": [tuple(leaf.shape) for leaf in leaves],
             "whether the data was divided by `shard`": known is not None,
         }
         comm.agree(facts, advice=_ADVICE)
-
-        if known is not None:
-            if gather and steps is None:
-                return predict_presharded(x, known, predict_rows, model, gather=gather)
-            return predict_rows(x, steps)
-        if not is_arrays(x):
-            return _predict_batches(model, x, steps, options, predict_rows, gather)
+        if known is not None and gather and steps is None:
+            return predict_presharded(x.data, known, predict_rows, model, gather=gather)
+        if known is not None or not (leaves or is_source):
+            return predict_rows(x.data if is_source else x, steps)
+        spec = replace(sources.compare({"predicted": x}, options), batch="global")
         with comm.together():
-            arrays = rows_to_predict(x, batch_size=batch_size, steps=steps)
-        return predict_sharded(arrays, predict_rows, model, gather=gather)
+            feed = validation_feed(
+                (x, None, None),
+                batch_size=batch_size,
+                steps=steps,
+                steps_rule="none",
+                spec=spec,
+            )
+        comm.agree(feed.facts, advice=_ADVICE)
+        agree_on_arrays({"x": x})
+        with comm.explained(), raising_own_errors([feed]):
+            if is_source and not is_dealt(x, spec):
+                return predict_rows(feed.data, steps)
+            return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 
 def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:
@@ -390,36 +397,6 @@ def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:
             '`gather` must be True, False or "first" (the first rank alone gets '
             f"the predictions). Received: gather={gather!r}"
         )
-
-
-def _predict_batches(
-    model: Any,
-    x: Any,
-    steps: int | None,
-    options: Options,
-    predict_rows: Callable[..., Any],
-    gather: bool | Literal["first"],
-) -> Any:
-    """Predict data that comes in batches, in turns if all ranks have the same."""
-    with comm.together():
-        source = sources.make_source(x, options.shard)
-    if not isinstance(source, Source):
-        return predict_rows(x, steps)
-    spec = sources.compare({"predicted": source}, options)
-    spec = replace(spec, batch="global")
-    with comm.together():
-        feed = validation_feed(
-            (source, None, None),
-            batch_size=None,
-            steps=steps,
-            steps_rule="none",
-            spec=spec,
-        )
-    comm.agree(feed.facts, advice=_ADVICE)
-    with comm.explained(), raising_own_errors([feed]):
-        if not is_dealt(source, spec):
-            return predict_rows(feed.data, steps)
-        return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 
 _P = ParamSpec("_P")
@@ -558,10 +535,8 @@ class DistributedModel:
     ) -> Any:
         """Predict as `keras.Model.predict`: each row on one rank, results gathered.
 
-        Of arrays rank r of N predicts the rows r, r + N, …; of other data that is the
-        same on all ranks (`tf.data.Dataset`, `PyDataset`, generator, loader), and of
-        ragged or sparse tensors, the batches r, r + N, …; of data that
-        `keras_dist.shard` has divided, its own. Data that differs from rank to rank is
+        Rank r of N predicts the batches r, r + N, …; of data that `keras_dist.shard`
+        has divided, its own. Data that differs from rank to rank is
         taken for data that is already split: as with `shard="none"`, and with `steps`
         for divided data, each rank then predicts everything that it was given, and
         nothing is gathered.
@@ -581,8 +556,7 @@ class DistributedModel:
 
         Raises:
             ValueError: On all ranks, if there is no row, if rows or weights differ
-                between the ranks, if an output of arrays does not have one value for
-                each row, or if data is shuffled differently on each rank.
+                between the ranks, or if data is shuffled differently on each rank.
 
         Example:
 

@@ -279,7 +279,9 @@ def validation_feed(
     arrays = Arrays.of(x, y, sample_weight)
     if arrays.num_rows == 0:
         raise no_data("arrays without rows")
-    batch_size = batch_size or _BATCH_SIZE
+    # As in Keras.
+    per_step = -(-arrays.num_rows // steps) if steps else _BATCH_SIZE
+    batch_size = batch_size or per_step
     in_pass = -(-arrays.num_rows // batch_size)
     total = min(in_pass, (own_steps or in_pass) * spec.batches_per_step)
     has_rows = spec.rank < total

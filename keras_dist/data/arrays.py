@@ -90,15 +90,6 @@ class Arrays:
         pieces = self.pieces().values()
         return Arrays(*(keras.tree.map_structure(sliced, piece) for piece in pieces))
 
-    def take_local_rows(self, *, rank: int, size: int) -> "Arrays":
-        """Return the rows that a rank evaluates or predicts, always at least one.
-
-        Keras cannot evaluate empty data. If there are fewer rows than ranks, a rank
-        without a row evaluates a copy of row 0, and its metrics must not be counted.
-        """
-        has_rows = rank < self.num_rows
-        return self[local_items(rank, size) if has_rows else slice(0, 1)]
-
     def in_batches(
         self, batch_size: int, select: Callable[[tf.data.Dataset], tf.data.Dataset]
     ) -> tf.data.Dataset:
@@ -335,7 +326,8 @@ def _make_leaf_reader(leaf: Any) -> Callable[[tf.Tensor], Any]:
     if is_scipy_sparse(leaf):
         return _make_sparse_reader(leaf)
     if not isinstance(leaf, np.memmap):
-        tensor = _cast_to_floatx(tf.convert_to_tensor(leaf))
+        with tf.device("CPU:0"):
+            tensor = _cast_to_floatx(tf.convert_to_tensor(leaf))
         return lambda rows: tf.gather(tensor, rows)
 
     def from_disk(rows: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Predict one rank's rows on each rank, and gather the predictions in their order.
+"""Predict one rank's batches on each rank, and gather the predictions in order.
 
 Gathered predictions are sent piece by piece. With `gather="first"` the first rank alone
 keeps them; the other ranks return `None`.
@@ -16,36 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data.arrays import Arrays
 from keras_dist.data.feed import Feed
 from keras_dist.data.presharded import Presharded
 from keras_dist.data.source import Source
-from keras_dist.training.same_values import agree_on_arrays
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."
 
 # Predictions are gathered in pieces; this is the largest piece of one rank.
 _MESSAGE_BYTES = 64 * 2**20
-
-
-def rows_to_predict(x: Any, *, batch_size: int | None, steps: int | None) -> Arrays:
-    """Return the rows that one process would predict.
-
-    Args:
-        x: Array-like of shape `(rows, …)`, or a list, tuple or dict of them.
-        batch_size: Rows of a batch.
-        steps: Batches of one process, or `None` for all.
-
-    Raises:
-        ValueError: If there is no row.
-    """
-    arrays = Arrays.of(x)
-    _check_some(arrays.num_rows)
-    if steps is None:
-        return arrays
-    # Keras's own default: as many rows a batch as the steps need.
-    global_batch_size = batch_size or math.ceil(arrays.num_rows / steps)
-    return arrays[slice(0, steps * global_batch_size)]
 
 
 def rows_in_batches(
@@ -59,71 +37,12 @@ def rows_in_batches(
         steps: Batches, or `None` for all.
 
     Raises:
-        ValueError: If there is no row, or other numbers of them.
+        ValueError: If they have different numbers of rows.
     """
     rows = tf.data.Dataset.from_tensor_slices((keras.tree.lists_to_tuples(x),))
-    _check_some(len(rows))
     if steps is not None:
         batch_size = batch_size or math.ceil(len(rows) / steps)
     return rows.batch(batch_size or 32)
-
-
-def _check_some(num_rows: int) -> None:
-    if num_rows == 0:
-        raise ValueError(
-            "There is nothing to predict. Received: 0 rows. Pass at least one row."
-        )
-
-
-def predict_sharded(
-    arrays: Arrays,
-    predict: Callable[..., Any],
-    model: Any,
-    *,
-    gather: bool | Literal["first"],
-) -> Any:
-    """Predict all rows; each rank predicts its shard of them.
-
-    Args:
-        arrays: All rows; every rank holds them.
-        predict: Predicts arrays of rows, without a collective.
-        model: The model, whose weights have to be equal on all ranks.
-        gather: `True`, `"first"`, or `False` to return only the predictions of rows
-            `[rank::size]`.
-
-    Raises:
-        ValueError: On all ranks, if rows or weights differ between the ranks, or if
-            there is not one output for each row.
-    """
-    rank, size = comm.rank(), comm.size()
-    comm.agree(
-        {
-            "the number of rows": arrays.num_rows,
-            "the shapes of the rows": arrays.row_shapes(),
-        },
-        advice=_ADVICE,
-    )
-    agree_on_arrays({"x": arrays.x})
-    # A rank without a row predicts one of another rank, to know the shape of outputs.
-    local = arrays.take_local_rows(rank=rank, size=size)
-    with comm.together():
-        outputs = predict(local.x)
-        if _num_rows(outputs) != local.num_rows:
-            leaves = keras.tree.flatten(outputs)
-            shapes = [getattr(leaf, "shape", None) for leaf in leaves]
-            raise ValueError(
-                "Predictions can be gathered only if an output has one value of one "
-                f"shape for each row. Received: outputs of the shapes {shapes} for "
-                f"{local.num_rows} rows. Shard the rows yourself and use "
-                'DistributedModel(…, shard="none"), or use model.predict.'
-            )
-    if rank >= arrays.num_rows:
-        outputs = _without_rows(outputs)
-    _agree_on_outputs(outputs, model)
-    if not gather:
-        return outputs
-    rows = [np.arange(first, arrays.num_rows, size) for first in range(size)]
-    return _gather_in_order(outputs, itertools.repeat(rows), gather)
 
 
 def predict_presharded(

@@ -67,7 +67,8 @@ def test_predictions_are_those_of_one_process(world):
         given = many.predict(data, verbose=0, **options)
         assert_same(given, expected)
         own = many.predict(data, verbose=0, gather=False, **options)
-        part = slice(world.rank, None, world.size)
+        batch = np.arange(len(expected["scores"])) // size
+        part = batch % world.size == world.rank
         assert_same(
             own, keras.tree.map_structure(lambda leaf, p=part: leaf[p], expected)
         )
@@ -250,20 +251,16 @@ def test_another_gather_on_one_rank_alone_is_an_error(world):
 
 @pytest.mark.several_ranks
 def test_unusable_inputs_of_predict_are_errors_on_all_ranks(world, rows, make_model):
-    """No rows, other rows, other weights, and outputs that are not one a row."""
+    """No rows, other rows, other weights."""
     x, _ = rows
     model = make_model()
     keras.utils.set_random_seed(world.rank)
     other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    sums = keras.Sequential(
-        [keras.Input((5,)), keras.layers.Lambda(lambda x: keras.ops.reshape(x, [-1]))]
-    )
     for net, data, text in (
         (model, x[:0], "nothing to predict"),
-        (model, x[: 50 + world.rank], "the number of rows"),
+        (model, x[: 50 + world.rank], "the shapes of the rows"),
         (model, x[:, :4] if world.rank else x, "the shapes of the rows"),
         (other, x, "the weights"),
-        (sums, x, "one shape for each row"),
     ):
         many = keras_dist.DistributedModel(net)
         call = (lambda many=many, data=data: many.predict(data, verbose=0),)
