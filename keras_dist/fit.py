@@ -17,7 +17,7 @@ from keras_dist.callbacks.callback_order import on_this_rank
 from keras_dist.callbacks.user_callbacks import autologged_once, runs_on_first_rank_only
 from keras_dist.data import draws
 from keras_dist.data.adapters import is_dealt, validation_feed
-from keras_dist.data.arrays import is_arrays, is_uneven, lists_to_arrays, seed_of_keras
+from keras_dist.data.arrays import is_arrays, lists_to_arrays, seed_of_keras
 from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import raising_own_errors
 from keras_dist.data.source import Source
@@ -38,7 +38,6 @@ from keras_dist.training.predict import (
     each_batch,
     predict_in_turns,
     predict_presharded,
-    rows_in_batches,
 )
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
@@ -355,10 +354,7 @@ def predict(
         with comm.together():
             _check_predict(model, gather)
             options = options.resolved()
-            x = lists_to_arrays(x)
-            if is_uneven(x):
-                x = rows_in_batches(x, batch_size, steps)
-            x = sources.make_source(x, options.shard)
+            x = sources.make_source(lists_to_arrays(x), options.shard)
         is_source = isinstance(x, Source)
         known = x.presharded if is_source else None
         leaves = keras.tree.flatten(x) if is_arrays(x) else []

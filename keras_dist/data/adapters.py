@@ -521,19 +521,6 @@ def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Fee
     """
     assert source.presharded is not None
     lengths, data = source.lengths, source.data
-    shown = ", ".join("unknown" if one is None else str(one) for one in lengths)
-    received = (
-        f"Received: {shown} batches of ranks 0 to {spec.size - 1} in a "
-        f"{source.type_name}, divided by `shard`."
-    )
-    if is_training and 0 in lengths:
-        raise ValueError(
-            f"Each rank needs at least one row. {received} Pass more data, or start "
-            "fewer processes."
-        )
-    if source.row is not None:
-        row = tf.data.Dataset.from_tensors(source.row)
-        return Feed(data=row, length=1, has_rows=False)
     if None in lengths:
         return _adapt_stream(source, spec, Dealer(0, 1, is_training))
     if math.inf in lengths:
@@ -545,9 +532,10 @@ def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Fee
         return Feed(data=data, length=own)
     if steps > min(counts) + 1:
         raise ValueError(
-            f"The ranks have different numbers of batches. {received} Leave rows out, "
-            "and repeat them, before `shard`: put `filter`, `take`, `skip` and "
-            "`repeat` above it."
+            "The ranks have different numbers of batches. Received: "
+            f"{counts} batches of ranks 0 to {spec.size - 1} in a {source.type_name}, "
+            "divided by `shard`. Leave rows out, and repeat them, before `shard`: put "
+            "`filter`, `take`, `skip` and `repeat` above it."
         )
     is_marked = min(counts) < steps
     data = assert_length(data, own)

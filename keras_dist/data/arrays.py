@@ -125,13 +125,6 @@ def is_scipy_sparse(leaf: Any) -> bool:
     return type(leaf).__module__.startswith("scipy.sparse") and hasattr(leaf, "tocsr")
 
 
-def is_uneven(data: Any) -> bool:
-    """Return True if `data` is tensors, of which some are ragged or sparse."""
-    leaves = keras.tree.flatten(data)
-    dense = [leaf for leaf in leaves if not isinstance(leaf, UNEVEN)]
-    return len(dense) < len(leaves) and (not dense or is_arrays(dense))
-
-
 def seed_of_keras() -> int | None:
     """Return the seed with which Keras shuffles arrays; `None` if it draws one.
 

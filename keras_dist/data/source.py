@@ -59,7 +59,6 @@ class Source:
         note: What the plan says of it, beside how it is sharded.
         lengths: Of presharded data, the batches in a pass of each rank, `math.inf`, or
             `None` if unknown.
-        row: A row of another rank, if this one has none of presharded data.
 
     Raises:
         ValueError: If a data set was made of several that were divided differently.
@@ -70,7 +69,6 @@ class Source:
         self.presharded: Presharded | None = presharded_of(data)
         self.is_same, self.note = is_same, ""
         self.lengths: tuple[float | None, ...] = ()
-        self.row: Any = None
         self.length = count_batches(self.data)
         is_sequence = isinstance(data, keras.utils.PyDataset)
         self.kind = "sequence" if is_sequence else "stream"

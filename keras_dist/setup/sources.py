@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.data import draws
 from keras_dist.data.arrays import UNEVEN, is_arrays, lists_to_arrays
-from keras_dist.data.division import ShardSpec, no_data
+from keras_dist.data.division import ShardSpec
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
 from keras_dist.data.presharded import Presharded, presharded_of
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
@@ -324,7 +324,7 @@ def _compare_before_shard(
     own_length = source.length
     with comm.together():
         if name == "validation" and own_length is None and not source.first(1):
-            own_length = 0  # this rank has no row to evaluate
+            own_length = 0
     source.lengths = lengths = tuple(comm.gather(own_length))
     if lengths[0] == math.inf and presharded.length != math.inf:
         raise ValueError(
@@ -332,9 +332,13 @@ def _compare_before_shard(
             "may have different lengths. Received: an endless "
             f"{source.type_name}. Put `repeat` before `shard`."
         )
-    if name == "validation" and 0 in lengths:
-        row = _get_row(source, lengths)
-        source.row = row if lengths[comm.rank()] == 0 else None
+    if 0 in lengths:
+        raise ValueError(
+            f"Each rank needs at least one row of {name} data. Received: "
+            f"{list(lengths)} batches of ranks 0 to {len(lengths) - 1} in a "
+            f"{source.type_name}, divided by `shard`. Pass more data, start fewer "
+            "processes, or leave out `shard`."
+        )
 
 
 def _check_shares(source: Source, presharded: Presharded, batch: str | None) -> None:
@@ -352,16 +356,3 @@ def _check_shares(source: Source, presharded: Presharded, batch: str | None) -> 
             f"batches of {local_rows} rows on rank {presharded.rank}, which has {rows} "
             "of each. Write `.batch(keras_dist.local_batch_size(…))` after `shard`."
         )
-
-
-def _get_row(source: Source, lengths: tuple[float | None, ...]) -> Any:
-    """Get a row of the first rank that has one: Keras cannot evaluate empty data."""
-    root = next((rank for rank, length in enumerate(lengths) if length != 0), None)
-    if root is None:
-        raise no_data(f"a {source.type_name} without rows")
-    row = None
-    with comm.together():
-        if comm.rank() == root:
-            batch = source.first(1)[0]
-            row = keras.tree.map_structure(lambda leaf: np.asarray(leaf)[:1], batch)
-    return comm.broadcast(row, root)

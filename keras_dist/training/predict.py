@@ -26,25 +26,6 @@ _ADVICE = "Give every rank the same model, weights, data and arguments."
 _MESSAGE_BYTES = 64 * 2**20
 
 
-def rows_in_batches(
-    x: Any, batch_size: int | None, steps: int | None
-) -> tf.data.Dataset:
-    """Return the batches of one process of tensors, of which some are ragged or sparse.
-
-    Args:
-        x: A structure of tensors with one entry for each row.
-        batch_size: Rows of a batch.
-        steps: Batches, or `None` for all.
-
-    Raises:
-        ValueError: If they have different numbers of rows.
-    """
-    rows = tf.data.Dataset.from_tensor_slices((keras.tree.lists_to_tuples(x),))
-    if steps is not None:
-        batch_size = batch_size or math.ceil(len(rows) / steps)
-    return rows.batch(batch_size or 32)
-
-
 def predict_presharded(
     dataset: Any,
     presharded: Presharded,

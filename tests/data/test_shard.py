@@ -205,15 +205,10 @@ def test_data_of_unknown_length_ends_after_the_same_step():
 
 
 def test_batches_that_do_not_fit_are_an_error():
-    """Rows are left out or repeated after the division, or there are too few."""
-    for finish, text in (
-        (lambda rows: rows.filter(lambda x, y: y < 9).apply(counted), "different num"),
-        (lambda rows: rows.take(0).batch(4), "at least one row"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            feeds_of(lambda: rows_of(40), (4, 2), finish)
-    with pytest.raises(ValueError, match="at least one row"):
-        feeds_of(lambda: rows_of(2), (4, 3), lambda rows: rows.batch(4))
+    """Rows are left out after the division."""
+    finish = lambda rows: rows.filter(lambda x, y: y < 9).apply(counted)  # noqa: E731
+    with pytest.raises(ValueError, match="different num"):
+        feeds_of(lambda: rows_of(40), (4, 2), finish)
 
 
 def counted(rows):

@@ -116,40 +116,6 @@ class Pieces(keras.utils.PyDataset):
         return self.x[index * 8 : index * 8 + 8], np.zeros(8)
 
 
-class Sums(keras.Model):
-    """The sum of each row, ragged, sparse or dense."""
-
-    def call(self, x):
-        words, counts = x
-        return tf.reduce_sum(words, axis=1) + tf.sparse.reduce_sum(counts, axis=1)
-
-
-def test_ragged_and_sparse_rows_are_divided(world):
-    """Each rank predicts its batches; the predictions are those of one process."""
-    generator = np.random.default_rng(0)
-    dense = generator.normal(size=(11, 5)).astype("float32")
-    words = tf.RaggedTensor.from_tensor(dense, lengths=np.arange(11) % 6)
-    x = (words, tf.sparse.from_dense(dense * (dense > 0)))
-    expected = tf.reduce_sum(x[0], 1) + tf.sparse.reduce_sum(x[1], 1)
-    seen = []
-
-    class Sees(keras.callbacks.Callback):
-        def on_predict_batch_end(self, batch, logs=None):
-            seen.append(np.size(logs["outputs"]))  # of one row, 3.10 makes a number
-
-    model = keras_dist.DistributedModel(Sums())
-    for steps, rows in ((None, 11), (2, 4)):
-        seen.clear()
-        options = {"batch_size": 2, "steps": steps, "verbose": 0, "callbacks": [Sees()]}
-        found = model.predict(x, **options)
-        np.testing.assert_allclose(found, expected[:rows], rtol=1e-6)
-        assert sum(keras_dist.gather(sum(seen))) == rows
-    if world.size == 1:
-        return  # Keras has an error of its own
-    with pytest.raises(ValueError, match="There is nothing to predict"):
-        model.predict(tf.RaggedTensor.from_row_splits([1.0], [0, 1])[:0])
-
-
 class Ragged(keras.Model):
     """Gives a ragged output, and others under nested names."""
 
