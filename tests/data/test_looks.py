@@ -17,7 +17,7 @@ from keras_dist.data.source import Source
 ROWS, BATCH, BATCHES = 36, 4, 9
 
 # LOOKS=200 tries each pipeline 200 times.
-TIMES = int(os.environ.get("LOOKS", "10"))
+TIMES = int(os.environ.get("LOOKS", "5"))
 
 
 def numbers():
