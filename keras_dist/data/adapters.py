@@ -336,8 +336,14 @@ def hold_out(
             f"validation_split={validation_split} of {arrays.num_rows} rows. Pass more "
             "data, or another fraction."
         )
-    parts = arrays[slice(0, split_at)], arrays[slice(split_at, None)]
-    return [tuple(part.pieces().values()) for part in parts]
+    pieces = arrays.x, arrays.y, arrays.sample_weight
+
+    def take(rows: slice) -> Any:  # NumPy arrays become views, and are not copied
+        return keras.tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[rows], pieces
+        )
+
+    return [take(slice(0, split_at)), take(slice(split_at, None))]
 
 
 def is_dealt(source: Source, spec: ShardSpec) -> bool:

@@ -64,10 +64,6 @@ class Arrays:
         """Shape of one row of each array."""
         return [tuple(leaf.shape)[1:] for leaf in self._leaves()]
 
-    def pieces(self) -> dict[str, Any]:
-        """Return the arrays by the names of Keras's arguments."""
-        return {"x": self.x, "y": self.y, "sample_weight": self.sample_weight}
-
     def pack(self) -> Any:
         """Return what a step is given: `x`, `(x, y)` or `(x, y, sample_weight)`.
 
@@ -80,15 +76,6 @@ class Arrays:
             # Keras applies a single array of weights to all outputs.
             weight = keras.tree.map_structure(lambda _: self.sample_weight, self.y)
         return keras.utils.pack_x_y_sample_weight(self.x, self.y, weight)
-
-    def __getitem__(self, rows: slice) -> "Arrays":
-        """Slice the rows; NumPy arrays become views and are not copied."""
-
-        def sliced(leaf: Any) -> Any:
-            return None if leaf is None else leaf[rows]
-
-        pieces = self.pieces().values()
-        return Arrays(*(keras.tree.map_structure(sliced, piece) for piece in pieces))
 
     def in_batches(
         self, batch_size: int, select: Callable[[tf.data.Dataset], tf.data.Dataset]
