@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_dist.data import draws
 from keras_dist.data.dealer import Dealer, add_mark
@@ -19,16 +18,15 @@ class ShardedSequence(keras.utils.PyDataset):
     In step i, rank r of N reads the batch of index i × N + r; or each rank makes every
     batch, and keeps its rows of it.
 
-    With `seed`, the order of the batches is a function of the seed and the epoch alone,
-    so it is the same on every rank and for every number of ranks. The last batch stays
-    the last one, because it may be smaller. Where each batch is a step, and no position
-    is kept, it is the order that `random` draws for Keras on one process.
+    A new order of each epoch is the one that `random` draws for Keras on one process,
+    the same on all ranks. Where a position is kept, it is a function of the seed and
+    the epoch alone.
 
     Args:
         undivided: The user's `PyDataset`, with the same batches on all ranks.
         dealer: What this rank reads of the batches.
         limit: Batches of all ranks in a pass; `None` for all that there are.
-        seed: Seed of the order, which changes from epoch to epoch; `None` to keep it.
+        seed: Seed of the order of a kept position; `None` not to shuffle.
         gather: A collective, to compare batches that the user's `on_epoch_end` changes.
         spec: For data that has an end, where to resume, and to make a `division`;
             `None` for no position.
@@ -63,9 +61,10 @@ class ShardedSequence(keras.utils.PyDataset):
                 spec, total, per_step=dealer.per_step, unit="batches"
             )
         # Keras asks for the length before the first epoch begins: that of all others.
+        self._order: list[int] = []
+        with draws.preserve_generators():
+            self.assign(position.epoch if position else 0)
         self._skipped = 0
-        self._order = self._order_of(position.epoch if position else 0)
-        self._follows_keras = dealer.splits_batches and spec is None
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in a collective.
@@ -76,10 +75,13 @@ class ShardedSequence(keras.utils.PyDataset):
         division, self._skipped = self.division, 0
         if division is not None and division.epoch == epoch:
             self._skipped = division.begin  # read before the training resumed
-        self._order = self._order_of(epoch)
-        if self._follows_keras and self._order is not None:
-            self._order = list(range(self.undivided.num_batches))
-            random.shuffle(self._order)
+        total = self.undivided.num_batches
+        if self._seed is not None and total:
+            generator: Any = random
+            if division is not None:
+                generator = random.Random(f"{self._seed} {epoch}")
+            self._order = list(range(total))
+            generator.shuffle(self._order)
 
     @property
     def _total(self) -> int | None:
@@ -101,7 +103,8 @@ class ShardedSequence(keras.utils.PyDataset):
         count = per_step if total is None else min(per_step, total - begin)
 
         def batch_at(number: int) -> Any:
-            batch = self.undivided[self._index(begin + number)]
+            index = begin + number
+            batch = self.undivided[self._order[index] if self._order else index]
             return standardize(batch) if self.is_marked else batch
 
         own = self._dealer.take(count, batch_at)
@@ -134,16 +137,3 @@ class ShardedSequence(keras.utils.PyDataset):
                 f"{type(self.undivided).__name__}. Shuffle it with a random generator "
                 "that has the same seed on every rank."
             )
-
-    def _order_of(self, epoch: int) -> Any:
-        """Return the order of all batches but the last, which may be smaller."""
-        total = self.undivided.num_batches
-        if self._seed is None or not total:
-            return None
-        generator = np.random.default_rng([self._seed, int(epoch)])
-        return generator.permutation(total - 1)
-
-    def _index(self, number: int) -> int:
-        """Find the user's index of the batch that has a number in the order."""
-        is_last = self._order is None or number >= len(self._order)
-        return number if is_last else int(self._order[number])
