@@ -223,7 +223,7 @@ def test_unusable_inputs_of_predict_are_errors_on_all_ranks(world, rows, make_mo
     keras.utils.set_random_seed(world.rank)
     other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
     for net, data, text in (
-        (model, x[:0], "nothing to predict"),
+        (model, x[:0], "or to predict"),
         (model, x[: 50 + world.rank], "the shapes of the rows"),
         (model, x[:, :4] if world.rank else x, "the shapes of the rows"),
         (other, x, "the weights"),
