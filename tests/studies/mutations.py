@@ -387,8 +387,8 @@ MUTATIONS = [
     Mutation(
         "resume: from the next batch",
         "data/adapters.py",
-        "lambda: deal(data.skip(division.begin))",
-        "lambda: deal(data.take(length - division.begin))",
+        "dealer.deal(data.skip(division.begin)",
+        "dealer.deal(data.take(length - division.begin)",
         ("test_resume.py", "in_batches"),
     ),
 ]
