@@ -86,15 +86,10 @@ PROMISES = {
     ),
     "predict": Promise(
         page="docs/how_to/data.md",
-        states=r"and ragged and sparse tensors, are predicted in turns",
-        about=r"`predict` (shards|divides|takes)\b.* (only|alone)\b"
-        r"|[Rr]agged and sparse tensors cannot",
+        states=r"Data is predicted in turns",
+        about=r"`predict` (shards|divides|takes)\b.* (only|alone)\b",
         says=_NOTHING,
-        wrong=(
-            "`predict` shards arrays only.",
-            "Ragged and sparse tensors cannot be sharded: pass dense arrays.",
-        ),
-        but_for=("docs/troubleshooting.md",),
+        wrong=("`predict` shards arrays only.",),
     ),
     "join and leave": Promise(
         page="docs/how_to/launch.md",
