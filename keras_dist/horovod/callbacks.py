@@ -1,8 +1,7 @@
 """Horovod's callbacks for Keras, by their names."""
 
-import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,16 +9,11 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import broadcast_variables
-from keras_dist.horovod.optimizer import (
-    average_outermost,
-    check_all_ranks,
-    is_next_an_update,
-)
-from keras_dist.optimizer import leaves
+from keras_dist.horovod.optimizer import check_all_ranks, is_next_an_update
+from keras_dist.optimizer import leaves, move_to_outermost
 from keras_dist.training import build
 
 __all__ = [
-    "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
@@ -89,7 +83,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = getattr(self.model, "optimizer", None)
         found = list(self.model.weights)
         if optimizer is not None:
-            average_outermost(optimizer)
+            move_to_outermost(optimizer)
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             found += optimizer.variables
@@ -142,43 +136,6 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs.update(_means(logs))
-
-
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """A `ModelCheckpoint` that keeps the best model; set its `filepath` before a fit.
-
-    Args:
-        monitor, verbose, save_weights_only, mode, save_freq: As in Keras.
-
-    Raises:
-        ValueError: When a training begins, if `filepath` is not set.
-
-    Example:
-
-    >>> best = BestModelCheckpoint(monitor="val_loss")
-    >>> best.filepath = "best.keras"
-    """
-
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        save_weights_only: bool = False,
-        mode: str = "auto",
-        save_freq: int | Literal["epoch"] = "epoch",
-    ) -> None:
-        path = "best.weights.h5" if save_weights_only else "best.keras"
-        options = (monitor, verbose, True, save_weights_only, mode, save_freq)
-        super().__init__(path, *options)
-        self.filepath: str | os.PathLike[str] | None = None
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self.filepath is None:
-            raise ValueError(
-                "A BestModelCheckpoint needs a file. Received: filepath=None. Set its "
-                "`filepath` before the fit, for example to 'best.keras'."
-            )
-        super().on_train_begin(logs)
 
 
 def _is_built(model: Any) -> bool:

@@ -321,5 +321,10 @@ def mark_reduced(tensor: Any) -> Any:
     return tensor
 
 
+def is_reduced(tensor: Any) -> bool:
+    """Return True if a tensor is the same on all ranks, by `mark_reduced`."""
+    return getattr(tensor, "_keras_dist_is_reduced", False)
+
+
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, keras.Variable) else value

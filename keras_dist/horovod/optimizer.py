@@ -1,74 +1,43 @@
 """Optimizers and tapes that average as Horovod's do, and its batch normalization."""
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin, private
+from keras_dist import comm, mixin, optimizer, private
 from keras_dist.horovod.collectives import (
     Average,
     Compression,
     Sum,
+    is_reduced,
     mark_reduced,
     no_autograph,
     reduction,
 )
-from keras_dist.optimizer import (
-    Averaging,
-    AveragingState,
-    ReducesGradients,
-    leaves,
-    nested_optimizers,
-    step_context,
-    update,
-    variables_of,
-    with_shape,
-)
-from keras_dist.optimizer.reduce import exchange
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.reduce import Averaging, exchange
 from keras_dist.training.batch_norm import GlobalMoments
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Checked options of the average of gradients.
-
-    Args:
-        op: `Average` or `Sum`.
-        compression: `Compression.none` or `Compression.fp16`.
-        sparse_as_dense: Whether gradients of an `Embedding` are sent whole.
-        passes: Batches whose gradients are added before they are averaged.
-        is_mean_of_passes: Whether their sum is divided by the number of batches.
+def make_options(op: int, compression: Compression) -> Averaging:
+    """Return the options of `keras_dist.DistributedOptimizer` for two of Horovod's.
 
     Raises:
-        ValueError: If an option cannot be used.
+        ValueError: If one of them cannot be used for gradients.
     """
-
-    op: int = Average
-    compression: Compression = Compression.none
-    sparse_as_dense: bool = False
-    passes: int = 1
-    is_mean_of_passes: bool = False
-
-    def __post_init__(self) -> None:
-        if self.op not in (Average, Sum):
-            raise ValueError(
-                "`op` of gradients must be hvd.Average or hvd.Sum. "
-                f"Received: op={self.op!r}"
-            )
-        if not isinstance(self.compression, Compression):
-            raise ValueError(
-                "`compression` must be hvd.Compression.none or hvd.Compression.fp16. "
-                f"Received: compression={self.compression!r}"
-            )
-        if not isinstance(self.passes, int) or self.passes < 1:
-            raise ValueError(
-                "`backward_passes_per_step` must be a whole number of at least 1. "
-                f"Received: backward_passes_per_step={self.passes!r}"
-            )
+    if reduction(op) not in (Average, Sum):
+        raise ValueError(
+            f"`op` of gradients must be hvd.Average or hvd.Sum. Received: op={op!r}"
+        )
+    if not isinstance(compression, Compression):
+        raise ValueError(
+            "`compression` must be hvd.Compression.none or hvd.Compression.fp16. "
+            f"Received: compression={compression!r}"
+        )
+    is_half = compression is Compression.fp16
+    return Averaging("sum" if op == Sum else "average", "fp16" if is_half else None)
 
 
 def check_all_ranks(process_set: Any) -> None:
@@ -135,31 +104,25 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     True
     """
     check_all_ranks(process_set)
-    settings = Settings(
-        reduction(op),
-        compression,
-        sparse_as_dense,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-    )
+    passes = backward_passes_per_step
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(
+            "`backward_passes_per_step` must be a whole number of at least 1. "
+            f"Received: backward_passes_per_step={passes!r}"
+        )
+    options = make_options(op, compression)
     comm.init()
-    result = _copy(optimizer)
-    average(result, settings)
-    return result
+    is_mean = average_aggregated_gradients
+    state = Passes(passes, is_mean=is_mean, is_dense=sparse_as_dense)
+    return average(_copy(optimizer), options, state)
 
 
 def _copy(optimizer: Any) -> Any:
     """Make a plain optimizer with the options and the state of this one."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            "hvd.DistributedOptimizer needs a Keras optimizer, such as "
-            f"keras.optimizers.Adam(). Received: {optimizer!r} of type "
-            f"{type(optimizer).__name__}"
-        )
     try:
         copied = optimizer.__class__.from_config(optimizer.get_config())
     except Exception:  # for example a rate of a class that Keras does not know
-        return optimizer  # and is then changed in place
+        return optimizer  # which is then changed in place
     if optimizer.built:
         copied.build(private.trainable_variables_of(optimizer))
         for pair in zip(copied.variables, optimizer.variables, strict=True):
@@ -169,105 +132,92 @@ def _copy(optimizer: Any) -> Any:
 
 @dataclass
 class Passes:
-    """What an optimizer remembers between batches.
+    """How an optimizer adds up batches, and what it remembers between them.
 
     Args:
+        number: Batches whose gradients are added before they are averaged.
+        is_mean: Whether their sum is divided by their number.
+        is_dense: Whether gradients of an `Embedding` are sent whole.
         sums: Sums of gradients since the last update, by the identity of the variable.
         count: How many gradients they are sums of; a variable, or `None` before.
     """
 
+    number: int = 1
+    is_mean: bool = False
+    is_dense: bool = False
     sums: dict[int, Any] = field(default_factory=dict)
     count: Any = None
 
 
-@functools.cache
-def _mixin_with(settings: Settings) -> type:
-    # A class has the settings, since its `from_config` has to know them.
-    return type("AveragesLikeHorovod", (AveragesLikeHorovod,), {"_settings": settings})
-
-
-def average(optimizer: Any, settings: Settings) -> None:
+def average(plain: Any, options: Averaging, passes: Passes | None = None) -> Any:
     """Change an optimizer in place so that it averages as Horovod's does."""
-    for part in nested_optimizers(optimizer):
-        if mixin.has(part, AveragesLikeHorovod):
-            mixin.remove(part, _mixin_with(part._settings))
-    mixin.add(optimizer, _mixin_with(settings))
-    _begin(optimizer)
-
-
-def averages(optimizer: Any) -> bool:
-    """Return True if an optimizer, or one inside of it, averages like Horovod's."""
-    parts = nested_optimizers(optimizer)
-    return any(mixin.has(part, AveragesLikeHorovod) for part in parts)
-
-
-def average_outermost(optimizer: Any) -> None:
-    """Move averaging from an inner optimizer to the outermost one.
-
-    A `LossScaleOptimizer` does not call the inner one on a rank with an inf.
-    """
-    for part in nested_optimizers(optimizer)[1:]:
-        if mixin.has(part, AveragesLikeHorovod):
-            passes = part._passes
-            average(optimizer, part._settings)
-            object.__setattr__(optimizer, "_passes", passes)
-
-
-def is_next_an_update(optimizer: Any) -> bool:
-    """Return True if the next batch ends with an update."""
-    if not mixin.has(optimizer, AveragesLikeHorovod):
-        return True
-    count = optimizer._passes.count
-    return (0 if count is None else int(count)) == optimizer._settings.passes - 1
-
-
-def _begin(optimizer: Any) -> None:
+    optimizer.DistributedOptimizer(
+        plain, op=options.op, compression=options.compression
+    )
     # Keras does not track attributes that are set so; it would save them.
-    object.__setattr__(optimizer, "_passes", Passes())
-    # `dist_fit` averages by this, by its own rules.
-    object.__setattr__(optimizer, "_averaging", AveragingState(Averaging()))
+    object.__setattr__(plain, "_passes", passes or Passes())
+    mixin.add(plain, AppliesLikeHorovod)
+    return plain
 
 
-class AveragesLikeHorovod(ReducesGradients):
-    """Mixin for the outermost optimizer: average as Horovod does, then update."""
+def is_next_an_update(outer: Any) -> bool:
+    """Return True if the next batch ends with an update."""
+    found = (vars(p).get("_passes") for p in optimizer.nested_optimizers(outer))
+    return all(
+        passes is None
+        or (0 if passes.count is None else int(passes.count)) == passes.number - 1
+        for passes in found
+    )
 
-    _settings = Settings()
-    _passes: Passes
 
-    @classmethod
-    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        args = () if custom_objects is None else (custom_objects,)
-        made = super().from_config(config, *args)  # type: ignore[misc]
-        _begin(made)
-        return made
+class AppliesLikeHorovod:
+    """Mixin over `ReducesGradients`: what Horovod does before the average."""
+
+    _passes = Passes()
 
     @no_autograph
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if step_context.is_inside():  # of `dist_fit`, or of an optimizer around this
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        own_apply = super(ReducesGradients, self).apply  # type: ignore[misc]
-        grads, known = list(grads), variables_of(self, trainable_variables)
-        if self._settings.passes > 1:
-            _add(self, grads, known, own_apply, trainable_variables)
-        elif grads:
-            averaged = reduce_gradients(grads, known, self._settings)
-            update(self, own_apply, averaged, trainable_variables)
-        return None
+        apply = super().apply  # type: ignore[misc]
+        grads, passes = list(grads), self._passes
+        known = optimizer.variables_of(self, trainable_variables)
+        present = [gradient for gradient in grads if gradient is not None]
+        if present and all(map(is_reduced, present)):
+            context = replace(step_context.current(), is_averaged=True)
+            with step_context.entered(context):
+                return apply(grads, trainable_variables)
+        if passes.is_dense or passes.number > 1:
+            pairs = zip(grads, known, strict=True)
+            grads = [
+                g if g is None else _to_dense(g, variable) for g, variable in pairs
+            ]
+        if passes.number == 1:
+            return apply(grads, trainable_variables)
+        context = step_context.current()
+        if step_context.is_inside() and not context.is_averaged:
+            raise ValueError(
+                "`dist_fit` does not add up batches as Horovod does. Received: "
+                f"backward_passes_per_step={passes.number}. Give Keras's optimizer "
+                "`gradient_accumulation_steps` instead."
+            )
+        return _add(self, grads, known, apply, trainable_variables)
+
+
+def _to_dense(gradient: Any, variable: Any) -> Any:
+    return tf.convert_to_tensor(optimizer.with_shape(gradient, variable))
 
 
 def _add(
-    optimizer: Any,
+    own: Any,
     gradients: list[Any],
     variables: list[Any],
     apply: Any,
     trainable_variables: Any,
 ) -> None:
     """Add a batch's gradients to those before; average and update if it is time."""
-    settings: Settings = optimizer._settings
-    passes: Passes = optimizer._passes
+    passes: Passes = own._passes
     with tf.init_scope():
-        if not optimizer.built:
-            optimizer.build(variables)
+        if not own.built:
+            own.build(variables)
         if passes.count is None:
             passes.count = tf.Variable(0, trainable=False)
         for gradient, variable in zip(gradients, variables, strict=True):
@@ -278,18 +228,14 @@ def _add(
         None if gradient is None else passes.sums[id(variable)]
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
-    shaped = [with_shape(*pair) for pair in zip(gradients, variables, strict=True)]
-    for gradient, own_sum in zip(shaped, sums, strict=True):
+    for own_sum, gradient in zip(sums, gradients, strict=True):
         if own_sum is not None:
-            own_sum.assign_add(tf.convert_to_tensor(gradient))
-    count = passes.count.assign_add(1)
+            own_sum.assign_add(gradient)
+    divisor = passes.number if passes.is_mean else 1
 
     def make_update() -> Any:
-        added = [None if s is None else tf.identity(s.value()) for s in sums]
-        averaged = reduce_gradients(added, variables, settings)
-        if settings.is_mean_of_passes:
-            averaged = [None if g is None else g / settings.passes for g in averaged]
-        update(optimizer, apply, averaged, trainable_variables)
+        added = [None if s is None else s.value() / divisor for s in sums]
+        apply(added, trainable_variables)
         for own_sum in sums:
             if own_sum is not None:
                 own_sum.assign(tf.zeros_like(own_sum))
@@ -298,49 +244,12 @@ def _add(
 
     def only_count() -> Any:
         # Horovod counts batches, and so do the rates that depend on the count.
-        for leaf in leaves(optimizer):
+        for leaf in optimizer.leaves(own):
             private.batches_of(leaf).assign_add(1)
         return tf.constant(False)
 
-    tf.cond(tf.equal(count, settings.passes), make_update, only_count)
-
-
-def reduce_gradients(
-    gradients: Sequence[Any], variables: Sequence[Any], settings: Settings
-) -> list[Any]:
-    """Average or add the gradients of all ranks.
-
-    Args:
-        gradients: Tensors, `tf.IndexedSlices` or `None`. One that is the same on all
-            ranks already, since an `allreduce` or a tape has returned it, is kept.
-        variables: The variables of the gradients.
-        settings: How to average.
-
-    Returns:
-        Tensors, and `None`.
-    """
-    result = list(gradients)
-    indices = [
-        index
-        for index, gradient in enumerate(gradients)
-        if gradient is not None
-        and not getattr(gradient, "_keras_dist_is_reduced", False)
-    ]
-    if comm.size() == 1 or not indices:
-        return result
-    local = [with_shape(gradients[i], variables[i]) for i in indices]
-    if settings.sparse_as_dense:
-        local = [tf.convert_to_tensor(gradient) for gradient in local]
-    options = Averaging(
-        op="sum" if settings.op == Sum else "average",
-        compression="fp16" if settings.compression is Compression.fp16 else None,
-    )
-    key = tuple(id(variables[index]) for index in indices)
-    name = comm.name_of("horovod.gradients", key)
-    reduced = exchange(local, 1, options, is_merged=True, name=name)
-    for index, gradient in zip(indices, reduced, strict=True):
-        result[index] = mark_reduced(tf.cast(gradient, gradients[index].dtype))
-    return result
+    is_due = tf.equal(passes.count.assign_add(1), passes.number)
+    tf.cond(is_due, make_update, only_count)
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's own name
@@ -384,9 +293,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     6.0
     """
     check_all_ranks(process_set)
-    settings = Settings(reduction(op), compression, sparse_as_dense)
+    gradtape._options = make_options(op, compression)
+    gradtape._is_dense = sparse_as_dense
     comm.init()
-    gradtape._settings = settings
     mixin.add(gradtape, ReducesTape)
     return gradtape
 
@@ -394,7 +303,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
 class ReducesTape:
     """Mixin for a tape that averages its gradients over all ranks."""
 
-    _settings: Settings
+    _options: Averaging
+    _is_dense: bool
 
     @no_autograph
     def gradient(
@@ -409,9 +319,22 @@ class ReducesTape:
         """Gradients of `target`, over all ranks, in the structure of `sources`."""
         del use_generic_names  # our names never depend on those of variables
         local = super().gradient(target, sources, output_gradients, *args, **kwargs)  # type: ignore[misc]
-        variables, flat = tf.nest.flatten(sources), tf.nest.flatten(local)
-        reduced = reduce_gradients(flat, variables, self._settings)
-        return tf.nest.pack_sequence_as(sources, reduced)
+        flat: list[Any] = tf.nest.flatten(local)
+        present = [
+            (index, optimizer.with_shape(flat[index], variable))
+            for index, variable in enumerate(tf.nest.flatten(sources))
+            if flat[index] is not None
+        ]
+        if comm.size() > 1 and present:
+            gradients = [gradient for _, gradient in present]
+            if self._is_dense:
+                gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            key = tuple(map(id, tf.nest.flatten(sources)))
+            name = comm.name_of("horovod.gradients", key)
+            reduced = exchange(gradients, 1, self._options, is_merged=True, name=name)
+            for (index, gradient), value in zip(present, reduced, strict=True):
+                flat[index] = mark_reduced(tf.cast(value, gradient.dtype))
+        return tf.nest.pack_sequence_as(sources, flat)
 
 
 @keras.saving.register_keras_serializable(package="keras_dist.horovod")

@@ -95,9 +95,14 @@ def _attach(optimizer: Any, options: Averaging) -> Any:
         # The state of the last fit is part of the graph of its step.
         state = vars(optimizer).get("_averaging")
         if state is None or state.options != options:
-            object.__setattr__(optimizer, "_averaging", AveragingState(options))
+            _set_options(optimizer, options)
         mixin.add(optimizer, ReducesGradients)
     return optimizer
+
+
+def _set_options(optimizer: Any, options: Averaging) -> None:
+    # Keras does not track attributes that are set so; it would save them.
+    object.__setattr__(optimizer, "_averaging", AveragingState(options))
 
 
 def check_again(model: Any) -> None:
@@ -105,8 +110,7 @@ def check_again(model: Any) -> None:
     for outermost in optimizers_of(model):
         for part in nested_optimizers(outermost):
             if mixin.has(part, ReducesGradients):
-                options = part._averaging.options
-                object.__setattr__(part, "_averaging", AveragingState(options))
+                _set_options(part, part._averaging.options)
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -208,6 +212,12 @@ class ReducesGradients:
     """Mixin for the outermost optimizer: average the gradients, then update."""
 
     _averaging: AveragingState
+
+    @classmethod
+    def from_config(cls, config: Any, *args: Any) -> Any:
+        made = super().from_config(config, *args)  # type: ignore[misc]
+        _set_options(made, Averaging())
+        return made
 
     def scale_loss(self, loss: Any) -> Any:
         loss = super().scale_loss(loss)  # type: ignore[misc]

@@ -27,9 +27,8 @@ OF_TENSORFLOW = [
     "DistributedGradientTape",
 ]
 CALLBACKS = [
-    *("BestModelCheckpoint", "BroadcastGlobalVariablesCallback"),
+    *("BroadcastGlobalVariablesCallback", "MetricAverageCallback"),
     *("LearningRateScheduleCallback", "LearningRateWarmupCallback"),
-    "MetricAverageCallback",
 ]
 SYMBOLS = [
     *((KERAS, name, hvd) for name in OWN),

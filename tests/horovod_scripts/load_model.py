@@ -1,4 +1,4 @@
-"""`hvd.load_model` of a whole model from `.h5`: its optimizer averages, and goes on."""
+"""`hvd.load_model` of a whole model from a file: its optimizer averages, and goes on."""
 
 import tensorflow as tf
 from results import record, rows, start
@@ -30,10 +30,10 @@ model.compile(
 )
 train(model, 2)
 if hvd.rank() == 0:
-    model.save("model.h5")
+    model.save("model.keras")
 hvd.broadcast(0, 0, name="saved")
 
-loaded = hvd.load_model("model.h5", compression=hvd.Compression.none)
+loaded = hvd.load_model("model.keras", compression=hvd.Compression.none)
 rate = float(loaded.optimizer.learning_rate)
 train(loaded, 2)
 record(weights=loaded.get_weights(), rate=rate)

@@ -254,7 +254,7 @@ def test_an_old_argument_of_compile_is_left_out_with_a_warning():
 
 def test_callback_lists_may_differ_and_one_rank_may_save_and_evaluate(tmp_path):
     """The first rank has a checkpoint and evaluates; then all resume from it."""
-    file = hvd.broadcast_object(tmp_path / "checkpoint-{epoch}.h5", 0)
+    file = hvd.broadcast_object(tmp_path / "checkpoint-{epoch}.keras", 0)
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
@@ -285,10 +285,9 @@ def test_callback_lists_may_differ_and_one_rank_may_save_and_evaluate(tmp_path):
     assert_equal_on_all(resumed)
 
 
-@pytest.mark.parametrize("suffix", ["h5", "keras"])
-def test_a_loaded_model_averages_and_keeps_its_state(suffix, tmp_path):
-    """As if it had not been saved; names such as "mse" are known."""
-    file = str(tmp_path / f"model.{suffix}")
+def test_a_loaded_model_averages_and_keeps_its_state(tmp_path):
+    """As if it had not been saved; an HDF5 file has no state that Keras restores."""
+    file = str(tmp_path / "model.keras")
     model = make()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
     fit(model, optimizer, compiled={"metrics": ["mae", "mse"]})
@@ -305,6 +304,9 @@ def test_a_loaded_model_averages_and_keeps_its_state(suffix, tmp_path):
     assert_close(loaded, model)
     plain = keras.models.load_model(file, compile=False)
     assert len(plain.weights) == 4
+    plain.save(tmp_path / "model.h5")
+    with pytest.raises(ValueError, match="HDF5 file.*model.h5.*model.keras"):
+        hvd.load_model(tmp_path / "model.h5")
 
 
 def test_a_custom_optimizer_is_loaded(tmp_path):
@@ -316,7 +318,7 @@ def test_a_custom_optimizer_is_loaded(tmp_path):
     def my_loss(y, prediction):
         return keras.ops.mean(keras.ops.square(y - prediction))
 
-    file = str(tmp_path / "model.h5")
+    file = str(tmp_path / "model.keras")
     model = make()
     fit(model, hvd.DistributedOptimizer(Halved(0.1)), compiled={"loss": my_loss})
     keras.saving.save_model(model, file)
@@ -365,13 +367,3 @@ def test_synchronized_batch_normalization_cannot_be_fused():
     assert hvd.SyncBatchNormalization.from_config(config).get_config() == config
     with pytest.raises(ValueError, match="fused"):
         hvd.SyncBatchNormalization(fused=True)
-
-
-def test_a_best_checkpoint_needs_a_file(tmp_path):
-    """Its `filepath` is set later."""
-    callback = hvd.callbacks.BestModelCheckpoint(monitor="loss")
-    with pytest.raises(ValueError, match="needs a file"):
-        fit(make(), keras.optimizers.SGD(0.01), callbacks=[callback])
-    callback.filepath = str(tmp_path / f"{hvd.rank()}.keras")
-    fit(make(), keras.optimizers.SGD(0.01), callbacks=[callback])
-    assert keras.models.load_model(callback.filepath).built
