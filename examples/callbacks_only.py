@@ -44,8 +44,6 @@ callbacks = [
     keras_dist.MetricAverage(),
     # Prints the rows per second of all ranks.
     keras_dist.Throughput(),
-    # Prints the seconds that the training took.
-    keras_dist.TrainingTime(),
     # Multiplies the learning rate by the number of ranks, in steps over two epochs.
     keras_dist.LearningRateWarmup(warmup_epochs=2),
     # Stops all ranks after the same epoch.

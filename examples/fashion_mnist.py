@@ -56,7 +56,6 @@ if arguments.log_dir is not None:
         keras.callbacks.TensorBoard(str(arguments.log_dir)),
         keras.callbacks.CSVLogger(str(arguments.log_dir / "epochs.csv")),
     ]
-callbacks.append(keras_dist.TrainingTime())
 if arguments.target_accuracy is not None:
     callbacks.append(
         keras_dist.StopAtAccuracy(arguments.target_accuracy, arguments.patience)

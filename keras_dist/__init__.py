@@ -25,7 +25,6 @@ __all__ = [
     "StopAtAccuracy",
     "StopTogether",
     "Throughput",
-    "TrainingTime",
     "World",
     "__version__",
     "average",
@@ -76,7 +75,7 @@ if not _missing and not _is_command:
     from keras_dist.callbacks.replica_check import ReplicaCheck
     from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
     from keras_dist.callbacks.stop_together import StopTogether
-    from keras_dist.callbacks.throughput import Throughput, TrainingTime
+    from keras_dist.callbacks.throughput import Throughput
     from keras_dist.callbacks.user_callbacks import first_rank_only
     from keras_dist.comm import (
         World,

@@ -175,8 +175,6 @@ def train(
             spec = resumed.placed(spec)
         with comm.together():
             setup = prepare(model, given, options, spec)
-            if resumed is not None:
-                setup = resumed.compared(setup)
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(given.data())

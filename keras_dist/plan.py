@@ -72,7 +72,6 @@ class Plan:
         is_compiled: Whether the model is compiled by XLA.
         outputs: Name and destination of each callback that writes files.
         metrics: Name and rule of each metric whose state is not summed.
-        changes: Differences from the checkpoint that is resumed, in words.
         resume: Where an interrupted epoch goes on, in words; "" without `resume`.
     """
 
@@ -87,7 +86,6 @@ class Plan:
     is_compiled: bool
     outputs: tuple[tuple[str, str], ...]
     metrics: tuple[tuple[str, str], ...] = ()
-    changes: str = ""
     resume: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
@@ -106,8 +104,6 @@ class Plan:
             lines += [("learning rate", text) for text in texts]
         if self.resume:
             lines.append(("resume", self.resume))
-        if self.changes:
-            lines.append(("changed", f"since the checkpoint: {self.changes}"))
         if self.is_compiled and self.size > 1:
             lines.append(
                 ("XLA", "forward and backward, then update; averaging between")

@@ -25,7 +25,7 @@ history = many.fit(x, y, epochs=2, callbacks=[keras_dist.StopTogether()])
 print(history.history["loss"], keras_dist.size() + 1)
 seeds = keras_dist.broadcast([1, 2] if keras_dist.rank() == 0 else None)
 print(seeds[0] + keras_dist.gather(3)[0], keras_dist.shard(8, batch="global"))
-many.predict(x, gather="first", callbacks=keras_dist.TrainingTime())
+many.predict(x, gather="first", callbacks=keras_dist.Throughput())
 
 keras_dist.dist_fitt(model, x, y)
 keras_dist.dist_fit(model, x, y, lr_scaling="liner")

@@ -9,16 +9,13 @@ Public callbacks:
 - `replica_check`: compares the models of all ranks by checksums.
 - `stop_at_accuracy`: stops when a metric has reached a target.
 - `stop_together`: stops all ranks after the same step when one rank requests it.
-- `throughput`: rows per second, and seconds so far.
+- `throughput`: rows per second.
 
-Callbacks that `dist_fit` adds if they are needed:
+How they run:
 
-- `added`: `TensorBoard` gets the scaled rate, sharded data the number of the epoch, the
-  reports of the watchdog epoch and step
+- `callback_order`: the order of the list, the callbacks of this rank, and small ones
+  that `dist_fit` adds: `TensorBoard` gets the scaled rate, sharded data the number of
+  the epoch, the reports of the watchdog epoch and step
 - `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on
-  one rank ends all ranks.
-
-Which callbacks run, and in which order:
-
-- `callback_order`: the order of the list, and the callbacks of this rank.
+  one rank ends all ranks
 """

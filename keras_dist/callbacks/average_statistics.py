@@ -25,7 +25,8 @@ class AverageStatistics(keras.callbacks.Callback):
     - `"only_first_replica"`: the value is copied from the first rank.
 
     Weights that are equal on all ranks (of frozen layers) do not change by a bit.
-    Gradients that are accumulated for a later update are summed.
+    The first rank gets the sum of gradients that are accumulated for a later update;
+    at the end of the training, all ranks do.
 
     Position in the list: before callbacks that save or evaluate.
 
@@ -40,25 +41,12 @@ class AverageStatistics(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._has_changed = False
-        self._is_synchronized = False
         self._before: dict[int, Any] = {}
         self._loaded: list[Any] = []
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         install(model).call_at_start(self._remember)
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # Gradients that an earlier fit has left accumulated are equal on all ranks.
-        self._is_synchronized = comm.size() > 1
-
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        if self._is_synchronized:
-            self._is_synchronized = False
-            for found in _between_updates(self.model):
-                optimizer.divide_accumulated(found)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -76,15 +64,16 @@ class AverageStatistics(keras.callbacks.Callback):
         self._synchronize()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        for found in _between_updates(self.model):
+            comm.broadcast_variables(optimizer.own_sums(found), 0)
         uninstall(self.model)
 
     def _synchronize(self) -> None:
         if comm.size() == 1 or not self._has_changed:
             return
         self._has_changed = False
-        self._is_synchronized = True
         for found in _between_updates(self.model):
-            optimizer.sum_accumulated(found)
+            optimizer.move_to_first_rank(found)
         by_rule = variables_by_rule(self.model)
         _average(by_rule["mean"], session_of(self.model).rows_trained)
         _add_up(by_rule["sum"], self._before)
@@ -100,16 +89,12 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
-        return {
-            "has_changed": self._has_changed,
-            "is_synchronized": self._is_synchronized,
-            "before": list(self._before.values()),
-        }
+        before = list(self._before.values())
+        return {"has_changed": self._has_changed, "before": before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; called before the first step."""
         self._has_changed = state["has_changed"]
-        self._is_synchronized = state["is_synchronized"] and comm.size() > 1
         self._loaded = list(state["before"])
 
 

@@ -88,6 +88,11 @@ class BroadcastVariables(keras.callbacks.Callback):
         )
         agree_on_constants(self.model)
         comm.broadcast_variables(variables, self.root_rank)
+        if comm.rank() != self.root_rank:
+            # Ranks add theirs to the root's accumulated gradients, which count once.
+            for outer in optimizer.optimizers_of(self.model):
+                for accumulator in optimizer.own_sums(outer):
+                    accumulator.assign(keras.ops.zeros_like(accumulator))
         states = [comm.to_array(seed) for seed in seeds]
         received = comm.broadcast_arrays(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):

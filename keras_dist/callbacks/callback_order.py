@@ -1,4 +1,4 @@
-"""The order of the callbacks, and which of them run on this rank."""
+"""The order of the callbacks, those of this rank, and those that a fit adds."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,19 +7,92 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.callbacks.added import EffectiveRate, ProgressRecord
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
-from keras_dist.callbacks.throughput import Throughput, TrainingTime
+from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.user_callbacks import (
     UserCallbacks,
     is_tracker,
     runs_on_first_rank_only,
 )
+from keras_dist.launch import monitor
+from keras_dist.training.session import session_of
+
+
+class EffectiveRate(keras.callbacks.Callback):
+    """Puts the rate of the epoch's last update into `logs["effective_learning_rate"]`.
+
+    The `learning_rate` that `TensorBoard` and trackers write is the rate for one
+    process, because the scaling factor is applied only inside the update. With several
+    optimizers in a `MultiOptimizer`, the name of each one is appended to the key, as in
+    Keras. If no rank has a `TensorBoard` or a tracker, the logs are not changed.
+
+    Position in the list: before callbacks that read `logs`.
+
+    Args:
+        is_read: Whether the list has a `TensorBoard` or a tracker.
+    """
+
+    def __init__(self, is_read: bool) -> None:
+        super().__init__()
+        self._is_read = is_read
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if any(comm.gather(self._is_read)):
+            session_of(self.model).rates = {}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs.update(session_of(self.model).rates or {})
+
+
+class NextEpoch(keras.callbacks.Callback):
+    """Tells the data and the train step which epoch begins, before its data is read."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        session_of(self.model).begin_epoch(epoch)
+
+
+class ProgressRecord(keras.callbacks.Callback):
+    """Writes epoch and step to this rank's record, for reports of ranks that wait.
+
+    It has no hook at the end of a batch: with one, Keras would wait for each batch.
+
+    Position in the list: first.
+    """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        monitor.here.enter("begin", epoch=0)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        monitor.here.enter("begin", epoch=epoch)
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        monitor.here.enter("step", step=batch)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        monitor.here.enter("test")
+
+    def on_test_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        monitor.here.enter("test", step=batch)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        monitor.here.enter("end")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        monitor.here.enter("end")
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        monitor.here.enter("")
+
 
 # Callbacks of ours that change logs or state come before the user's, which read them;
 # those that react to what other callbacks did come after.
@@ -27,7 +100,6 @@ _FIRST = (
     AverageStatistics,
     MetricAverage,
     Throughput,
-    TrainingTime,
     EffectiveRate,
     ReplicaCheck,  # after `Throughput`, which must not count its time
 )

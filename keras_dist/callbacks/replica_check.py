@@ -1,68 +1,16 @@
 """Check that all ranks hold the same model."""
 
-import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_dist import comm, optimizer, private
 from keras_dist.lines import warn
 
-# Elements that are processed at a time on a GPU, so that intermediate results stay
-# small beside a model that fills the memory.
-_PIECE = 2**24
-
-_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
-
-
-def fingerprints(variables: Sequence[Any]) -> np.ndarray:
-    """One int64 checksum a variable: equal if all bits are equal, also those of NaN.
-
-    Only the checksums are copied to the host.
-    """
-    tensors = (tf.convert_to_tensor(variable.value) for variable in variables)
-    prints = [
-        checksum(tensor) if "CPU" in tensor.device else sum_of_bits(tensor)
-        for tensor in tensors
-    ]
-    return np.array([int(number) for number in prints], np.int64)
-
-
-def checksum(tensor: Any) -> int:
-    """CRC-32 of a tensor in host memory, which is read without a copy."""
-    return zlib.crc32(np.asarray(tensor).reshape(-1).view(np.uint8).data)
-
-
-def sum_of_bits(tensor: Any) -> Any:
-    """Checksum of a tensor on another device: the sum of its words × odd numbers.
-
-    Sums wrap around at 64 bits. The sum changes if one bit of one word changes, or if
-    two different words are swapped. The result is a tensor, and the host does not wait
-    for it here.
-    """
-    words = tf.reshape(
-        tf.cast(tensor, tf.int8) if tensor.dtype.is_bool else tensor, [-1]
-    )
-    total = tf.zeros([], tf.int64)
-    for begin in range(0, int(words.shape[0]), _PIECE):
-        piece = words[begin : begin + _PIECE]
-        bits = tf.bitcast(piece, _INTEGERS[piece.dtype.size])
-        total = 31 * total + _weighted_sum(tf.cast(bits, tf.int64))
-    return total
-
-
-@tf.function(input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
-def _weighted_sum(words: Any) -> Any:
-    odd = 2 * tf.range(tf.size(words, tf.int64), dtype=tf.int64) + 1
-    return tf.reduce_sum(words * odd)
-
-
-Action = Literal["raise", "warn", "resync"]
+Action = Literal["raise", "resync"]
 
 # A message names at most so many variables.
 _SHOWN = 5
@@ -77,7 +25,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     callback finds it: every `every` steps and at the end of each epoch, each rank
     computes a checksum of its variables, and one collective compares the checksums. On
     a CPU each variable is read once, which took 0.3 and 0.5 % of the time of 100 steps
-    of two models (`benchmarks/checks.py`).
+    of two models (`benchmarks/checks.py`); from a GPU they are copied to the host.
 
     Variables that may differ between the ranks are not compared: random generators,
     metrics, accumulated gradients, and non-trainable weights, which `AverageStatistics`
@@ -92,9 +40,9 @@ class ReplicaCheck(keras.callbacks.Callback):
         every: Steps from one check to the next, the same on all ranks; `None`: only at
             the ends of epochs.
         action: What happens on all ranks when a difference is found. `"raise"`: an
-            error; `"warn"`: a warning on the first rank, once for each new difference;
-            `"resync"`: the warning, and the variables that differ are broadcast from
-            the root: the lowest rank of the largest group of equal ranks.
+            error; `"resync"`: a warning on the first rank, and the variables that
+            differ are broadcast from the root: the lowest rank of the largest group of
+            equal ranks.
 
     Raises:
         ValueError: If `every` or `action` is not valid, or not the same on all ranks.
@@ -103,7 +51,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     Example:
 
-    >>> ReplicaCheck(every=10, action="warn").every
+    >>> ReplicaCheck(every=10, action="resync").every
     10
     """
 
@@ -117,18 +65,16 @@ class ReplicaCheck(keras.callbacks.Callback):
             )
         if action not in get_args(Action):
             raise ValueError(
-                '`action` must be "raise", "warn" or "resync". '
-                f"Received: action={action!r}"
+                f'`action` must be "raise" or "resync". Received: action={action!r}'
             )
         self.every = every
         self.action = action
         self._steps = 0
         self._epoch = 0
         self._last_batch = -1
-        self._is_reported: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._steps, self._is_reported = 0, None
+        self._steps = 0
         comm.agree(
             {"ReplicaCheck": f"every={self.every}, action={self.action!r}"},
             advice="Pass the same ReplicaCheck on every rank.",
@@ -159,17 +105,14 @@ class ReplicaCheck(keras.callbacks.Callback):
         if comm.size() == 1:
             return
         variables = _variables(self.model)
-        own = fingerprints(variables)
-        digests = comm.stack(_digest(own), purpose="replicas").numpy()
-        if (digests == digests[0]).all():
-            self._is_reported = None
-            return
-        # Checksums by variable and rank.
-        table = np.array(comm.gather(own)).T
-        ranks = list(map(tuple, table.T.tolist()))
+        arrays = (comm.to_array(variable) for variable in variables)
+        checksums = [zlib.crc32(a.reshape(-1).view(np.uint8).data) for a in arrays]
+        by_rank = comm.gather(tuple(checksums))
         # The lowest rank of the largest group of equal ranks.
-        root = ranks.index(Counter(ranks).most_common(1)[0][0])
-        is_other = table != table[:, [root]]
+        root = by_rank.index(Counter(by_rank).most_common(1)[0][0])
+        is_other = np.array(by_rank).T != np.array([by_rank[root]]).T
+        if not is_other.any():
+            return
         differing = np.flatnonzero(is_other.any(axis=1)).tolist()
         # With the names of the first rank: Keras counts layers in each process.
         paths = comm.broadcast([variables[index].path for index in differing])
@@ -177,13 +120,9 @@ class ReplicaCheck(keras.callbacks.Callback):
         if self.action == "raise":
             with comm.together():
                 raise RuntimeError(message)
-        found = differing[0], is_other[differing[0]].tolist()
-        if comm.rank() == 0 and found != self._is_reported:
+        if comm.rank() == 0:
             warn(message)
-        self._is_reported = found
-        if self.action == "resync":
-            self._is_reported = None
-            comm.broadcast_variables([variables[n] for n in differing], root)
+        comm.broadcast_variables([variables[n] for n in differing], root)
 
     def _message(self, paths: list[str], is_other: Any, root: int) -> str:
         others = [f"`{path}`" for path in paths[1:_SHOWN]]
@@ -220,13 +159,6 @@ def _variables(model: Any) -> list[Any]:
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())
-
-
-def _digest(own: np.ndarray) -> Any:
-    digest = hashlib.blake2b(
-        own.reshape(-1).view(np.uint8).data, digest_size=8
-    ).digest()
-    return tf.constant(np.frombuffer(digest, np.int64))
 
 
 def _name_ranks(ranks: Any) -> str:

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from keras_dist.training.saving import new_file
 
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Of a file system without locks, or whose server cannot keep them.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -116,21 +114,6 @@ class Folder:
             os.fsync(file.fileno())
         os.remove(self.part)
 
-    def check_space(self, num_bytes: int) -> None:
-        """Check that there is room for the checkpoints to keep.
-
-        Args:
-            num_bytes: Approximate size of one checkpoint.
-
-        Raises:
-            OSError: If there is too little space.
-        """
-        num_bytes *= max(1, self.keep - len(self.numbers()))
-        total, _, free = shutil.disk_usage(self.path)
-        if total > 0 and free < num_bytes:
-            what = f"{os.strerror(errno.ENOSPC)} for checkpoints of {num_bytes:,} bytes"
-            raise OSError(errno.ENOSPC, what, self.path)
-
     def newest(self) -> tuple[Any, list[str]]:
         """Read the newest checkpoint that is not damaged.
 
@@ -173,14 +156,10 @@ class Folder:
         Raises:
             OSError: If it cannot be written. Earlier checkpoints are still there then.
         """
-        try:
-            self._write_part(value)
-        except OSError as error:
-            older = [n for n in sorted(self.numbers()) if n < self.number]
-            if error.errno not in _FULL or not older:
-                raise
-            os.remove(self.file(older[0]))  # to make room
-            self._write_part(value)
+        with self._new_part() as file:
+            write(file, value)
+            file.flush()
+            os.fsync(file.fileno())
         number = self.number + 1
         os.replace(self.part, self.file(number))
         _sync_folder(self.path)
@@ -205,12 +184,6 @@ class Folder:
         """Numbers of the checkpoints in the folder, in no order."""
         matches = map(_NAME.fullmatch, os.listdir(self.path))
         return [int(match[1]) for match in matches if match]
-
-    def _write_part(self, value: Any) -> None:
-        with self._new_part() as file:
-            write(file, value)
-            file.flush()
-            os.fsync(file.fileno())
 
     @contextlib.contextmanager
     def _new_part(self) -> Iterator[BinaryIO]:

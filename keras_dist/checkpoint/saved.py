@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,9 +14,7 @@ from keras_dist import comm
 from keras_dist.checkpoint.files import Folder
 from keras_dist.data.division import DataPosition, ShardSpec
 from keras_dist.lines import warn
-from keras_dist.plan import Plan
 from keras_dist.setup.arguments import Options
-from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same arguments."
@@ -46,7 +44,6 @@ class Saved:
         ranks: For each rank, the state that differs from the first rank's.
         model: Layers, optimizers and shapes that the model must have.
         arrays: Weights and optimizer state; on the first rank only.
-        scale: Ranks, global batch and learning rates.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
     """
 
@@ -60,7 +57,6 @@ class Saved:
     ranks: list[Any]
     model: dict[str, Any]
     arrays: list[Any]
-    scale: dict[str, Any] | None = None
     keras_seed: int | None = None
 
     def tree(self) -> dict[str, Any]:
@@ -110,14 +106,6 @@ class Resume:
             keeps_position=True,
             position=self.position,
         )
-
-    def compared(self, setup: FitSetup) -> FitSetup:
-        """`setup` with a plan that says where a resume goes on and what changed."""
-        plan = replace(setup.plan, resume=setup.resume_in_words)
-        if self.saved is not None:
-            found = changes(self.saved.scale, scale_of(setup.plan))
-            plan = replace(plan, changes=found)
-        return replace(setup, plan=plan)
 
 
 @contextlib.contextmanager
@@ -259,51 +247,3 @@ def _check(options: Options, callbacks: Any) -> None:
             "above 0, and each may be None. Received: "
             f"save_steps={steps!r}, save_seconds={seconds!r}"
         )
-
-
-def scale_of(plan: Plan) -> dict[str, Any]:
-    """Collect what depends on the number of ranks, by the names of the file format.
-
-    Args:
-        plan: The plan of a fit.
-
-    Returns:
-        `ranks`; `batch`, the rows of a global batch, or `None` where the data decides
-        it; `rates`, the scaled learning rate of each optimizer, as the plan shows it.
-    """
-    return {
-        "ranks": plan.size,
-        "batch": plan.global_batch,
-        "rates": [rate.scaled for rate in plan.rates],
-    }
-
-
-def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Describe for the plan what has changed since; "" if nothing is known.
-
-    >>> before = {"ranks": 3, "batch": 96, "rates": ["0.003"]}
-    >>> changes(before, {"ranks": 2, "batch": 64, "rates": ["0.002"]})
-    'ranks 3 → 2, global batch 96 → 64, learning rate 0.003 → 0.002'
-    >>> changes(before, {"ranks": 2, "batch": 96, "rates": ["0.003"]})
-    'ranks 3 → 2'
-
-    Args:
-        before: Of the checkpoint; `None` if it was written by an earlier version.
-        now: Of this fit.
-    """
-    if not before:
-        return ""
-    pairs = [(name, before.get(name), now[name]) for name in ("ranks", "batch")]
-    rates = [(before.get("rates") or []), now["rates"]]
-    if len(rates[0]) == len(rates[1]):
-        pairs += [("rates", *pair) for pair in dict.fromkeys(zip(*rates, strict=True))]
-    words = {"batch": "global batch", "rates": "learning rate"}
-    return ", ".join(
-        f"{words.get(name, name)} {_text(old)} → {_text(new)}"
-        for name, old, new in pairs
-        if old is not None and new is not None and old != new
-    )
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -18,8 +18,7 @@ from keras_dist.callbacks.broadcast_variables import (
     state_variables,
 )
 from keras_dist.checkpoint import states
-from keras_dist.checkpoint.files import Folder
-from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank, scale_of
+from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
 from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
@@ -31,40 +30,6 @@ from keras_dist.training.session import session_of
 # The exit code of a process that was asked to end and has saved: EX_TEMPFAIL of
 # sysexits.h, "try again".
 EXIT_CODE = 75
-
-
-class Writer:
-    """Writes checkpoints to a folder, in a thread.
-
-    A checkpoint that waits for the one before is replaced by the next one, so that a
-    slow disk does not slow down the training.
-    """
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._thread = futures.ThreadPoolExecutor(1)
-        self._writes: list[futures.Future[str]] = []
-
-    def submit(self, value: Any) -> None:
-        """Let the thread write a checkpoint; its arrays must not be changed later."""
-        self._writes = [write for write in self._writes if not write.cancel()]
-        self._writes.append(self._thread.submit(self._folder.write, value))
-
-    def finish(self) -> None:
-        """Write what is left, and end the thread."""
-        self._thread.shutdown()
-        self.warn_if_failed()
-
-    def warn_if_failed(self) -> None:
-        """Warn once if the last checkpoint could not be written."""
-        done = [write for write in self._writes if write.done()]
-        self._writes = [write for write in self._writes if write not in done]
-        error = done[-1].exception() if done else None
-        if error is not None:
-            warn(
-                "A checkpoint could not be written. The training continues, and the "
-                f"checkpoints before it are still there. Received: {error}"
-            )
 
 
 class SaveRequests:
@@ -154,7 +119,8 @@ class Saver(keras.callbacks.Callback):
         self._callbacks, self._states = callbacks, CallbackStates(callbacks)
         seconds = resume.save_seconds if self._saves_within else None
         self._requests = SaveRequests(seconds)
-        self._writer = Writer(resume.folder) if comm.rank() == 0 else None
+        self._thread = futures.ThreadPoolExecutor(1)
+        self._write: futures.Future[str] | None = None
         self._epoch = self._done = 0
         self._random: Any = None
         self._has_restored = False
@@ -162,8 +128,18 @@ class Saver(keras.callbacks.Callback):
     def close(self) -> None:
         """Write what is left, and restore the handlers of signals."""
         self._requests.finish()
-        if self._writer is not None:
-            self._writer.finish()
+        self._end_write()
+        self._thread.shutdown()
+
+    def _end_write(self) -> None:
+        """Wait until the last checkpoint is written; warn if it could not be."""
+        write, self._write = self._write, None
+        error = None if write is None else write.exception()
+        if error is not None:
+            warn(
+                "A checkpoint could not be written. The training continues, and the "
+                f"checkpoints before it are still there. Received: {error}"
+            )
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -245,9 +221,9 @@ class Saver(keras.callbacks.Callback):
         callbacks = self._states.collect()
         ranks = states.gather_ranks(self.model, callbacks)
         self._requests.saved_at = time.monotonic()
-        if self._writer is None:
+        if comm.rank() != 0:
             return
-        self._writer.warn_if_failed()
+        self._end_write()
         division = self._feed.division
         saved = Saved(
             position=position,
@@ -261,14 +237,12 @@ class Saver(keras.callbacks.Callback):
             ranks=ranks,
             model=states.describe_model(self.model),
             arrays=list(map(comm.to_array, state_variables(self.model))),
-            scale=scale_of(self._setup.plan),
         )
-        self._writer.submit(saved.tree())
+        self._write = self._thread.submit(self._resume.folder.write, saved.tree())
 
     def _exit(self) -> NoReturn:
         """End this process after the checkpoint is written; all ranks call this."""
-        if self._writer is not None:
-            self._writer.finish()
+        self._end_write()
         comm.gather(None)  # no rank ends before, since its end ends the others
         if comm.rank() == 0:
             say(
@@ -295,47 +269,30 @@ class Saver(keras.callbacks.Callback):
         saved = self._resume.saved
         return saved.callbacks | self._own(saved)["callbacks"] if saved else {}
 
-    def _restore_shared(self, *, is_summed: bool = False) -> None:
-        """Restore what is broadcast after it; an error is raised on all ranks.
+    def _restore_shared(self) -> None:
+        """Restore what is broadcast after it; an error is raised on all ranks."""
+        with on_first_rank(self._resume.folder.path) as is_first:
+            if is_first and self._resume.saved is not None:
+                self._restore_first(self._resume.saved)
 
-        Args:
-            is_summed: Whether accumulated gradients have to be those of all ranks, as
-                after a fit; not as before a step.
-        """
-        folder = self._resume.folder
-        with on_first_rank(folder.path) as is_first:
-            if is_first:
-                num_bytes = states.count_bytes(self.model) + 2**14 * comm.size()
-                folder.check_space(num_bytes)
-                self._restore_first(is_summed)
-
-    def _restore_first(self, is_summed: bool) -> None:
-        saved = self._resume.saved
-        if saved is None:
-            return
+    def _restore_first(self, saved: Saved) -> None:
         states.check_fits(self.model, saved.model)
-        is_same_size = len(saved.ranks) == comm.size()
         statistics = self._states.find(saved.callbacks, AverageStatistics)
         starts = [] if statistics is None else statistics["before"]
+        is_same_size = len(saved.ranks) == comm.size()
         states.restore_first(
-            self.model,
-            saved.arrays,
-            saved.ranks,
-            None if is_same_size else starts,
-            was_summed=statistics is not None and statistics["is_synchronized"],
-            is_summed=is_summed,
+            self.model, saved.arrays, saved.ranks, None if is_same_size else starts
         )
         saved.arrays.clear()
 
-    def _restore_own(self, *, is_summed: bool = False) -> None:
+    def _restore_own(self) -> None:
         """Restore the state of this rank that differs from the first rank's."""
         self._has_restored = True
         saved = self._resume.saved
         if saved is None:
             return
         if len(saved.ranks) == comm.size():
-            own = saved.ranks[comm.rank()]
-            states.restore_rank(self.model, own, is_summed=is_summed)
+            states.restore_rank(self.model, saved.ranks[comm.rank()])
         if self._is_within_epoch():
             with comm.together():
                 states.restore_metrics(self.model, saved.ranks)
@@ -354,11 +311,11 @@ class Saver(keras.callbacks.Callback):
         """Restore the model at once, because no epoch is left and so no first step."""
         with comm.together():
             self._build()
-        self._restore_shared(is_summed=True)
+        self._restore_shared()
         for callback in self._callbacks:
             if isinstance(callback, BroadcastVariables):
                 callback.broadcast()
-        self._restore_own(is_summed=True)
+        self._restore_own()
 
     def _build(self) -> None:
         """Build the model and its optimizers without a step."""

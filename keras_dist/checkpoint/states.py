@@ -1,11 +1,10 @@
 """The state of a training: of the model, its callbacks and random generators."""
 
 import contextlib
-import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -25,14 +24,6 @@ from keras_dist.training.metrics import (
     weights,
 )
 from keras_dist.training.session import session_of
-
-
-def count_bytes(model: Any) -> int:
-    """Size in bytes of weights and optimizer state."""
-    return sum(
-        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-        for variable in state_variables(model)
-    )
 
 
 def describe_model(model: Any) -> dict[str, Any]:
@@ -77,11 +68,13 @@ def read_rank_state(model: Any) -> dict[str, Any]:
     of_first = comm.broadcast(digests)
     session = session_of(model)
     rows = session.rows_trained
+    always = {id(accumulator) for accumulator in _accumulators(model)}
     return {
         "variables": {
             index: value
             for index, value in values.items()
             if digests[index] != of_first.get(index)
+            or id(variables[int(index)]) in always
         },
         "seeds": [comm.to_array(variable) for variable in seed_states(model)],
         "metrics": [
@@ -97,25 +90,16 @@ def read_rank_state(model: Any) -> dict[str, Any]:
 
 
 def restore_first(
-    model: Any,
-    arrays: Sequence[np.ndarray],
-    ranks: Sequence[Any],
-    starts: Any,
-    *,
-    was_summed: bool,
-    is_summed: bool,
+    model: Any, arrays: Sequence[np.ndarray], ranks: Sequence[Any], starts: Any
 ) -> None:
     """Restore the state of the first rank, which is then broadcast to the others.
 
     Args:
-        model: The built model.
+        model: The model.
         arrays: Weights and optimizer state of the first rank.
-        ranks: The `read_rank_state` of each rank.
-        starts: `None` if the number of ranks is the same. Else values, at the beginning
-            of the epoch, of the variables that are summed over the ranks.
-        was_summed: Whether accumulated gradients in it are those of all ranks, as after
-            an epoch.
-        is_summed: Whether they have to be here, too.
+        ranks: The saved `read_rank_state` of each rank.
+        starts: If the ranks are merged, since their number is another one, the values,
+            at the begin of the epoch, of the variables that are summed over the ranks.
     """
     variables = state_variables(model)
     for variable, value in zip(variables, arrays, strict=True):
@@ -124,42 +108,6 @@ def restore_first(
         variable.assign(value)
     if starts is not None:
         _merge_ranks(model, variables, ranks, starts)
-    totals = _accumulated(
-        model,
-        arrays,
-        ranks,
-        was_summed=was_summed,
-        is_summed=is_summed,
-        is_same_size=starts is None,
-    )
-    for accumulator, value in totals:
-        accumulator.assign(value)
-
-
-def _accumulated(
-    model: Any,
-    arrays: Sequence[np.ndarray],
-    ranks: Sequence[Any],
-    *,
-    was_summed: bool,
-    is_summed: bool,
-    is_same_size: bool,
-) -> Iterator[tuple[Any, np.ndarray]]:
-    """Convert accumulated gradients where they do not mean the same now.
-
-    Each rank adds up its own until the end of the epoch; then they are summed.
-    """
-    if was_summed == is_summed and (is_same_size or is_summed):
-        return
-    index_of = {id(each): index for index, each in enumerate(state_variables(model))}
-    for outer in optimizer.optimizers_of(model):
-        for accumulator in optimizer.own_sums(outer):
-            index = index_of[id(accumulator)]
-            value = arrays[index]
-            if not was_summed:
-                each = [own["variables"].get(str(index), value) for own in ranks]
-                value = np.sum(each, axis=0, dtype=value.dtype)
-            yield accumulator, value if is_summed else value / comm.size()
 
 
 def read_rates(model: Any) -> list[dict[str, float]]:
@@ -185,24 +133,16 @@ def _leaves(model: Any) -> list[Any]:
     return [leaf for outer in outermost for leaf in optimizer.leaves(outer)]
 
 
-def restore_rank(model: Any, own: dict[str, Any], *, is_summed: bool) -> None:
+def restore_rank(model: Any, own: dict[str, Any]) -> None:
     """Restore the own state of this rank; the number of ranks must be the same.
 
     Args:
         model: The model.
         own: The saved `read_rank_state` of this rank.
-        is_summed: Whether accumulated gradients have to be those of all ranks.
     """
     variables = state_variables(model)
-    summed = {  # which `restore_first` has converted
-        id(accumulator)
-        for outer in optimizer.optimizers_of(model)
-        for accumulator in optimizer.own_sums(outer)
-        if is_summed
-    }
     for index, value in own["variables"].items():
-        if id(variables[int(index)]) not in summed:
-            variables[int(index)].assign(value)
+        variables[int(index)].assign(value)
     for variable, value in zip(seed_states(model), own["seeds"], strict=True):
         variable.assign(value)
 
@@ -261,6 +201,7 @@ def _merge_ranks(
     """Merge, on the first rank, the variables that differ between the ranks."""
     by_rule = variables_by_rule(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
+    rule_by_id |= {id(accumulator): "sum" for accumulator in _accumulators(model)}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
     differing = {int(index) for own in ranks for index in own["variables"]}

@@ -15,10 +15,9 @@ and *scale* its rate while it updates.
 
 from keras_dist.optimizer.accumulation import (
     accumulates,
-    divide_accumulated,
     is_between_updates,
+    move_to_first_rank,
     own_sums,
-    sum_accumulated,
 )
 from keras_dist.optimizer.attach import (
     DistributedOptimizer,
@@ -71,7 +70,6 @@ __all__ = [
     "check_again",
     "accumulates",
     "attached",
-    "divide_accumulated",
     "effective_rate",
     "explain_updates",
     "effective_rates",
@@ -88,7 +86,7 @@ __all__ = [
     "scale_rate",
     "schedule_of",
     "reduce_gradients",
-    "sum_accumulated",
+    "move_to_first_rank",
     "unscale_rate",
     "update",
     "variables_of",

@@ -48,8 +48,11 @@ def is_between_updates(optimizer: Any) -> bool:
     return done % optimizer.gradient_accumulation_steps != 0
 
 
-def sum_accumulated(optimizer: Any) -> None:
-    """Set every rank's accumulators to the sum over all ranks, as on one process."""
+def move_to_first_rank(optimizer: Any) -> None:
+    """Give the first rank the sums over all ranks, as on one process, others zeros.
+
+    So a sum over the ranks always counts each gradient once.
+    """
     accumulators = private.accumulators(optimizer)
     for dtype in (tf.float32, tf.float64):
         own = [
@@ -61,10 +64,5 @@ def sum_accumulated(optimizer: Any) -> None:
             dtype=dtype,
         )
         for accumulator, summed in zip(own, sums, strict=True):
-            accumulator.assign(tf.cast(summed, accumulator.dtype))
-
-
-def divide_accumulated(optimizer: Any) -> None:
-    """Divide the accumulators by the number of ranks: undoes `sum_accumulated`."""
-    for accumulator in private.accumulators(optimizer):
-        accumulator.assign(accumulator.value / comm.size())
+            kept = summed if comm.rank() == 0 else tf.zeros_like(summed)
+            accumulator.assign(tf.cast(kept, accumulator.dtype))

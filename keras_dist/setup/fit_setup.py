@@ -7,8 +7,11 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, optimizer, plan
-from keras_dist.callbacks.added import NextEpoch
-from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
+from keras_dist.callbacks.callback_order import (
+    NextEpoch,
+    on_this_rank,
+    order_callbacks,
+)
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.user_callbacks import destinations, runs_on_first_rank_only
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed
@@ -61,18 +64,6 @@ class FitSetup:
         Not for data of unknown length or order: it has no position to continue from.
         """
         return self.training.division is not None
-
-    @property
-    def resume_in_words(self) -> str:
-        """Say in the plan where an interrupted epoch goes on, and why there."""
-        division = self.training.division
-        if division is not None:
-            next_one = {"rows": "row", "batches": "batch"}[division.unit]
-            return f"an interrupted epoch goes on at the next {next_one}"
-        why = "its data has no known position"
-        if self.training.arguments.get("steps_per_epoch"):
-            why = "`steps_per_epoch` with batches"
-        return f"an interrupted epoch begins again: {why}"
 
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""
@@ -203,8 +194,20 @@ def prepare(
             is_compiled=bool(model.jit_compile),
             outputs=destinations(callbacks),
             metrics=metrics.exceptions(model.metrics),
+            resume="" if options.resume is None else _describe_resume(training),
         ),
     )
+
+
+def _describe_resume(training: Feed) -> str:
+    """Say in the plan where an interrupted epoch goes on, and why there."""
+    if training.division is not None:
+        next_one = {"rows": "row", "batches": "batch"}[training.division.unit]
+        return f"an interrupted epoch goes on at the next {next_one}"
+    why = "its data has no known position"
+    if training.arguments.get("steps_per_epoch"):
+        why = "`steps_per_epoch` with batches"
+    return f"an interrupted epoch begins again: {why}"
 
 
 def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:

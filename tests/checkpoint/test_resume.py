@@ -6,7 +6,6 @@ KILLS=20 in the environment kills so many times instead of a few.
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -59,11 +58,6 @@ def result_of(folder, name):
     return state, json.loads((folder / f"{name}.json").read_text())
 
 
-def said_to_have_changed(done):
-    """What the plans of a launch have said to be another than in the checkpoint."""
-    return re.findall(r"since the checkpoint: (.*?) *│", done.stdout)
-
-
 @pytest.mark.parametrize(
     ("ranks", "as_data"),
     [
@@ -106,11 +100,8 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path):
     options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
     options |= {"is_equivalent": True}
     run(tmp_path, 0, 2, ("SIGKILL", 5), batch_size=6, **options)
-    options["verbose"] = 2
-    cut = run(tmp_path, 1, 3, ("SIGKILL", 13), batch_size=4, **options)
-    assert said_to_have_changed(cut) == ["ranks 2 → 3"]
-    done = run(tmp_path, 2, None, None, batch_size=12, **options)
-    assert said_to_have_changed(done) == ["ranks 3 → 1"]
+    run(tmp_path, 1, 3, ("SIGKILL", 13), batch_size=4, **options)
+    run(tmp_path, 2, None, None, batch_size=12, **options)
     (expected, history), (state, resumed) = (
         result_of(tmp_path, name) for name in ("whole", "cut")
     )

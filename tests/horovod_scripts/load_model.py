@@ -1,4 +1,4 @@
-"""`hvd.load_model` of a whole model from a file: its optimizer averages, and goes on."""
+"""`hvd.load_model` of a file: its optimizer averages, and goes on."""
 
 import tensorflow as tf
 from results import record, rows, start

@@ -4,7 +4,6 @@ import copy
 import pickle
 import resource
 import signal
-import warnings
 from pathlib import Path
 
 import keras
@@ -59,20 +58,6 @@ def raised(call):
     except Exception as error:
         found = type(error).__name__, str(error)
     return keras_dist.gather(found)
-
-
-@several_ranks
-def test_a_path_of_each_rank_is_that_of_the_first(rows, make_model, folder):
-    """As of a name with the time; each rank can read the file; a warning says so."""
-    path = f"{folder}/{keras_dist.rank()}.weights.h5"
-    saves = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(make_model(), rows, saves, epochs=1, verbose=0)
-    said = [str(w.message) for w in caught if "path of a ModelCheckpoint" in str(w)]
-    assert len(said) == (keras_dist.rank() == 0)
-    assert saves.filepath == f"{folder}/0.weights.h5"
-    make_model().load_weights(saves.filepath)
 
 
 def test_a_callback_may_pickle_and_copy_the_model(rows, make_model):

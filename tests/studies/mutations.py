@@ -96,9 +96,9 @@ MUTATIONS = [
     ),
     Mutation(
         "accumulation: an epoch ends with the sums of one process",
-        "callbacks/average_statistics.py",
-        "            optimizer.divide_accumulated(found)",
-        "            pass",
+        "optimizer/accumulation.py",
+        "kept = summed if comm.rank() == 0 else tf.zeros_like(summed)",
+        "kept = summed",
         ("test_cases.py", "accumulation and 101"),
     ),
     Mutation(
