@@ -94,7 +94,7 @@ class BroadcastVariables(keras.callbacks.Callback):
                 for accumulator in optimizer.own_sums(outer):
                     accumulator.assign(keras.ops.zeros_like(accumulator))
         states = [comm.to_array(seed) for seed in seeds]
-        received = comm.broadcast_arrays(states, self.root_rank)
+        received = comm.broadcast(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):
             variable.assign(_seed_of_rank(value, comm.rank() - self.root_rank))
 

@@ -4,7 +4,7 @@ Every rank calls the same ones in the same order. On one rank they return their 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,12 +19,7 @@ from keras_dist.comm.signed import sign, verify
 # five copies for a moment, and the process keeps their memory (docs/decisions.md).
 _MESSAGE_BYTES = 2**20
 
-# A gather of Python objects begins with one allgather of this many bytes per rank: 8
-# bytes for the length of the pickled object, and then the object itself if it fits.
-# Most do; only longer ones need a second allgather.
-_HEAD_BYTES = 1024
-
-# The length that stands before each message of `gather_in_thread`.
+# The length that stands before each message of a gather.
 _LENGTH_BYTES = 8
 
 # Tensors of at least this many bytes get an allreduce of their own; at most this many
@@ -122,7 +117,7 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
         result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
         return tf.cast(result, tensor.dtype)
     message = sign(value if world.rank == root_rank else None)
-    return verify(_gather_bytes(message)[root_rank])
+    return verify(_gather_bytes(message, _gather_eagerly)[root_rank])
 
 
 def gather(value: Value) -> list[Value]:
@@ -151,7 +146,7 @@ def gather(value: Value) -> list[Value]:
     if _is_tensor(value):
         arrays = gather(to_array(value))
         return [tf.convert_to_tensor(array) for array in arrays]
-    return [verify(message) for message in _gather_bytes(sign(value))]
+    return list(map(verify, _gather_bytes(sign(value), _gather_eagerly)))
 
 
 def to_array(value: Any) -> np.ndarray:
@@ -163,45 +158,6 @@ def to_array(value: Any) -> np.ndarray:
         return keras.ops.convert_to_numpy(value)
     except ValueError:
         return np.array(keras.ops.convert_to_tensor(value).numpy())
-
-
-def gather_unless_equal(value: Any) -> list[Any] | None:
-    """Gather a value of Python; `None` if it is the same on all ranks.
-
-    The messages are compared, so that no rank has an object of each other rank where
-    all is well. Equal values may have different messages, and are then gathered.
-
-    Args:
-        value: A Python object that can be pickled.
-    """
-    messages = _gather_bytes(sign(value))
-    if all(message == messages[0] for message in messages):
-        return None
-    return [verify(message) for message in messages]
-
-
-def broadcast_arrays(arrays: Sequence[np.ndarray], root_rank: int) -> list[np.ndarray]:
-    """Return the arrays of `root_rank` on every rank, packed into few broadcasts.
-
-    Args:
-        arrays: Arrays of the same shapes and dtypes on every rank.
-        root_rank: The rank whose arrays are sent to the others.
-    """
-    link, _ = runtime.connection()
-    if link is None:
-        return list(arrays)
-    result: list[np.ndarray] = []
-    for start, stop in _buffers([array.nbytes for array in arrays]):
-        batch = arrays[start:stop]
-        packed = np.concatenate([array.reshape(-1).view(np.uint8) for array in batch])
-        tensor = tf.convert_to_tensor(packed)
-        buffer = transport.broadcast(
-            link, tensor, root_rank=root_rank, name="keras_dist.broadcast_arrays"
-        ).numpy()
-        ends = np.cumsum([array.nbytes for array in batch])[:-1]
-        for array, received in zip(batch, np.split(buffer, ends), strict=True):
-            result.append(received.view(array.dtype).reshape(array.shape))
-    return result
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
@@ -227,9 +183,13 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
             )
             continue
         arrays = [to_array(variable) for variable in batch]
-        received = broadcast_arrays(arrays, root_rank)
-        for variable, array in zip(batch, received, strict=True):
-            variable.assign(array)
+        packed = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+        sent = tf.convert_to_tensor(packed)
+        buffer = transport.broadcast(link, sent, root_rank=root_rank, name=name).numpy()
+        ends = np.cumsum([array.nbytes for array in arrays])[:-1]
+        parts = np.split(buffer, ends)
+        for variable, array, part in zip(batch, arrays, parts, strict=True):
+            variable.assign(part.view(array.dtype).reshape(array.shape))
 
 
 def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
@@ -311,22 +271,13 @@ def gather_in_thread(value: Any) -> list[Any]:
     it knows the kind alone: where Keras reads ahead, it would take one of the reading
     thread for one of an eager step.
     """
-    message = sign(value)
-    message = len(message).to_bytes(_LENGTH_BYTES, "big") + message
     with transport.waiting("keras_dist.reader"):
-        own = tf.constant(np.frombuffer(message, np.uint8))
-        left = memoryview(_gather_in_graph(own).numpy().tobytes())
-    values = []
-    while left:
-        end = _LENGTH_BYTES + int.from_bytes(left[:_LENGTH_BYTES], "big")
-        values.append(verify(bytes(left[_LENGTH_BYTES:end])))
-        left = left[end:]
-    return values
+        return list(map(verify, _gather_bytes(sign(value), _gather_in_graph)))
 
 
 @tf.function(input_signature=[tf.TensorSpec([None], tf.uint8)], autograph=False)
 def _gather_in_graph(own: Any) -> Any:
-    return gather_rows(own, name="keras_dist.reader")
+    return _gather_eagerly(own, "keras_dist.reader")
 
 
 def name_of(purpose: str, key: Hashable = None) -> str:
@@ -402,35 +353,22 @@ def _summed(value: Any) -> Any:
     return tensor.numpy() if isinstance(value, (np.ndarray, np.generic)) else tensor
 
 
-def _gather_bytes(message: bytes) -> list[bytes]:
-    """Gather messages: in one collective, and a second one if any of them is long."""
-    link, world = runtime.connection()
-    if link is None:
-        return [message]
-    head = np.zeros(_HEAD_BYTES, np.uint8)
-    # Little-endian on every host.
-    content = np.frombuffer(len(message).to_bytes(8, "little") + message, np.uint8)
-    head[: len(content)] = content[:_HEAD_BYTES]
-    heads = transport.allgather(
-        link, tf.constant(head), name="keras_dist.gather"
-    ).numpy()
-    heads = heads.reshape(world.size, _HEAD_BYTES)
-    lengths = [int.from_bytes(head[:8].tobytes(), "little") for head in heads]
-    if max(lengths) <= _HEAD_BYTES - 8:
-        return [
-            head[8 : 8 + length].tobytes()
-            for head, length in zip(heads, lengths, strict=True)
-        ]
-    data = transport.allgather(
-        link,
-        tf.constant(np.frombuffer(message, np.uint8)),
-        name="keras_dist.gather_long",
-    ).numpy()
-    ends = np.cumsum(lengths)
-    return [
-        data[end - length : end].tobytes()
-        for end, length in zip(ends, lengths, strict=True)
-    ]
+def _gather_bytes(message: bytes, gather: Callable[[Any], Any]) -> list[bytes]:
+    """Gather the messages of all ranks, each with its length before it."""
+    sized = len(message).to_bytes(_LENGTH_BYTES, "big") + message
+    everyone = gather(tf.constant(np.frombuffer(sized, np.uint8)))
+    left = memoryview(everyone.numpy().tobytes())
+    messages = []
+    while left:
+        end = _LENGTH_BYTES + int.from_bytes(left[:_LENGTH_BYTES], "big")
+        messages.append(bytes(left[_LENGTH_BYTES:end]))
+        left = left[end:]
+    return messages
+
+
+def _gather_eagerly(own: Any, name: str = "keras_dist.gather") -> Any:
+    link, _ = runtime.connection()
+    return own if link is None else transport.allgather(link, own, name=name)
 
 
 def _buffers(sizes: Sequence[int]) -> list[tuple[int, int]]:

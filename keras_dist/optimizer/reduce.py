@@ -367,32 +367,26 @@ def _sum_dense(
     stop_request = context.stop_request
     step = 0 if context.step is None else context.step % _MOST_STEPS
     asked = 0 if stop_request is None else stop_request.as_tensor(wire)
+    values = [tensor * weight for tensor in dense] if is_mean else dense
+    numbers = [weight, asked, _by_rank(tf.cast(step, wire)), *counts]
     if compression and wire == tf.float32 and dense:
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in dense], axis=0)
-        # One number a rank: twice its step, and one more if it has a request.
-        vector, total, numbers = comm.sum_compressed(
-            flat,
-            weight,
-            kind=compression,
-            name=name,
-            is_mean=is_mean,
-            extra=tf.cast(2 * step, wire) + asked,
-        )
-        pieces = tf.split(vector, [tensor.shape.num_elements() for tensor in dense])
-        sums = [tf.reshape(p, t.shape) for p, t in zip(pieces, dense, strict=True)]
-        counts = comm.sum_tensors(counts, name=f"{name}.counts", dtype=wire)
-        agreed, steps = tf.reduce_sum(numbers % 2), numbers // 2
-    else:
-        weighted = [tensor * weight for tensor in dense] if is_mean else dense
-        summed = comm.sum_tensors(
-            [*weighted, weight, asked, _by_rank(tf.cast(step, wire)), *counts],
-            name=name,
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+        finite = tf.where(tf.math.is_finite(flat), tf.abs(flat), 0.0)
+        largest, *numbers = comm.sum_tensors(
+            [_by_rank(tf.reduce_max(finite)), *numbers],
+            name=f"{name}.numbers",
             dtype=wire,
         )
-        sums = summed[: len(dense)]
-        total, agreed, steps, *counts = summed[len(dense) :]
-        if is_mean:
-            sums = [each / total for each in sums]
+        largest = tf.reduce_max(largest)
+        vector = comm.sum_compressed(flat, largest, kind=compression, name=name)
+        pieces = tf.split(vector, [value.shape.num_elements() for value in values])
+        sums = [tf.reshape(p, v.shape) for p, v in zip(pieces, values, strict=True)]
+    else:
+        summed = comm.sum_tensors([*values, *numbers], name=name, dtype=wire)
+        sums, numbers = summed[: len(dense)], summed[len(dense) :]
+    total, agreed, steps, *counts = numbers
+    if is_mean:
+        sums = [each / total for each in sums]
     if stop_request is not None:
         stop_request.collect(agreed)
     if context.step is not None:
