@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, optimizer
+from keras_dist.callbacks.replica_check import read_checksums
 from keras_dist.training.install import install, uninstall
 from keras_dist.training.session import session_of
 
@@ -116,34 +117,18 @@ def variables_by_rule(model: Any) -> dict[str, list[Any]]:
 
 
 def _average(variables: list[Any], rows: Any) -> None:
+    """Average variables over the ranks; those that are equal on all are not changed."""
+    checksums = zip(*comm.gather(read_checksums(variables)), strict=True)
+    pairs = zip(variables, checksums, strict=True)
+    differing = [variable for variable, by_rank in pairs if len(set(by_rank)) > 1]
     rows = tf.cast(rows, tf.float64)
-    terms = [_exact_terms(variable) for variable in variables]
     *sums, total = comm.sum_tensors(
-        [term * rows for of_variable in terms for term in of_variable] + [rows],
+        [tf.cast(v.value, tf.float64) * rows for v in differing] + [rows],
         name="keras_dist.statistics",
         dtype=tf.float64,
     )
-    means = iter([summed / total for summed in sums])
-    for variable, of_variable in zip(variables, terms, strict=True):
-        mean = sum(next(means) for _ in of_variable)
-        variable.assign(tf.cast(mean, variable.dtype))
-
-
-def _exact_terms(variable: Any) -> list[Any]:
-    """Numbers of few digits that add up to a weight.
-
-    In float64 the weighted mean of equal float32 values is exact. A float64 has too
-    many digits for that: its first 24 binary digits are averaged by themselves, and the
-    other ones, too.
-    """
-    value = tf.convert_to_tensor(keras.ops.convert_to_tensor(variable))
-    if value.dtype != tf.float64:
-        return [tf.cast(value, tf.float64)]
-    digits = tf.bitcast(value, tf.int64)
-    first = tf.bitwise.bitwise_and(digits, tf.constant(-(2**29), tf.int64))
-    first = tf.bitcast(first, tf.float64)
-    rest = tf.where(tf.math.is_finite(value), value - first, tf.zeros_like(value))
-    return [first, rest]
+    for variable, summed in zip(differing, sums, strict=True):
+        variable.assign(tf.cast(summed / total, variable.dtype))
 
 
 def _add_up(variables: list[Any], before: dict[int, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import keras
@@ -105,9 +106,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         if comm.size() == 1:
             return
         variables = _variables(self.model)
-        arrays = (comm.to_array(variable) for variable in variables)
-        checksums = [zlib.crc32(a.reshape(-1).view(np.uint8).data) for a in arrays]
-        by_rank = comm.gather(tuple(checksums))
+        by_rank = comm.gather(read_checksums(variables))
         # The lowest rank of the largest group of equal ranks.
         root = by_rank.index(Counter(by_rank).most_common(1)[0][0])
         is_other = np.array(by_rank).T != np.array([by_rank[root]]).T
@@ -143,6 +142,12 @@ class ReplicaCheck(keras.callbacks.Callback):
             f"{_name_ranks(ranks)} is not what it is on {_name_ranks(agreeing)}"
             f"{also}. {advice}"
         )
+
+
+def read_checksums(variables: Sequence[Any]) -> tuple[int, ...]:
+    """Return the CRC-32 of each variable: equal if all bits are, also of a NaN."""
+    arrays = (comm.to_array(variable) for variable in variables)
+    return tuple(zlib.crc32(a.reshape(-1).view(np.uint8).data) for a in arrays)
 
 
 def _variables(model: Any) -> list[Any]:

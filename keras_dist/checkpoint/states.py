@@ -59,24 +59,28 @@ def check_fits(model: Any, facts: dict[str, Any]) -> None:
             )
 
 
-def read_rank_state(model: Any) -> dict[str, Any]:
-    """State of this rank that may differ from the first rank; all ranks call this."""
-    variables = state_variables(model)
-    own = _own_indices(model, variables)
-    values = {str(index): comm.to_array(variables[index]) for index in own}
-    digests = {index: digest(value) for index, value in values.items()}
-    of_first = comm.broadcast(digests)
-    session = session_of(model)
+def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
+    """Gather the state of each rank that differs from the first; all ranks call this.
+
+    Args:
+        model: The model.
+        callbacks: State of each callback on this rank.
+    """
+    session, variables = session_of(model), state_variables(model)
+    sums = {id(accumulator) for accumulator in _accumulators(model)}
+    own = sums | {id(variable) for variable in model.non_trainable_weights}
+    values = {
+        str(index): comm.to_array(variable)
+        for index, variable in enumerate(variables)
+        if id(variable) in own
+    }
+    always = {n: v for n, v in values.items() if id(variables[int(n)]) in sums}
     rows = session.rows_trained
-    always = {id(accumulator) for accumulator in _accumulators(model)}
-    return {
-        "variables": {
-            index: value
-            for index, value in values.items()
-            if digests[index] != of_first.get(index)
-            or id(variables[int(index)]) in always
-        },
+    state = {
+        "variables": _keep_differing(values) | always,
+        "callbacks": _keep_differing(callbacks),
         "seeds": [comm.to_array(variable) for variable in seed_states(model)],
+        "random": to_json(random_state()),
         "metrics": [
             [comm.to_array(variable) for variable in part.variables]
             for part in stateful_metrics(model.metrics)
@@ -87,6 +91,14 @@ def read_rank_state(model: Any) -> dict[str, Any]:
         if comm.size() > 1
         else [0, rows, 0],
     }
+    return comm.gather(state)
+
+
+def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are not those of the first rank; all ranks call this."""
+    digests = {name: digest(value) for name, value in values.items()}
+    first = comm.broadcast(digests)
+    return {n: v for n, v in values.items() if digests[n] != first.get(n)}
 
 
 def restore_first(
@@ -97,7 +109,7 @@ def restore_first(
     Args:
         model: The model.
         arrays: Weights and optimizer state of the first rank.
-        ranks: The saved `read_rank_state` of each rank.
+        ranks: The saved `gather_ranks` of each rank.
         starts: If the ranks are merged, since their number is another one, the values,
             at the begin of the epoch, of the variables that are summed over the ranks.
     """
@@ -138,7 +150,7 @@ def restore_rank(model: Any, own: dict[str, Any]) -> None:
 
     Args:
         model: The model.
-        own: The saved `read_rank_state` of this rank.
+        own: The saved `gather_ranks` of this rank.
     """
     variables = state_variables(model)
     for index, value in own["variables"].items():
@@ -176,13 +188,6 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     # Statistics are weighted by these rows; the rate of the epoch is not.
     rows_trained = own["rows"] if is_same else own["rows"] // comm.size()
     session.restore_rows(rows_trained, [steps, rows, last])
-
-
-def _own_indices(model: Any, variables: Sequence[Any]) -> list[int]:
-    """Indices of the variables that may differ between the ranks."""
-    own = {id(variable) for variable in model.non_trainable_weights}
-    own |= {id(variable) for variable in _accumulators(model)}
-    return [index for index, variable in enumerate(variables) if id(variable) in own]
 
 
 def _accumulators(model: Any) -> list[Any]:
@@ -403,20 +408,3 @@ def restore_random(states: dict[str, Any]) -> None:
     if "tensorflow" in states:
         with contextlib.suppress(RuntimeError, ValueError):  # another algorithm
             tf.random.get_global_generator().reset(states["tensorflow"])
-
-
-def gather_ranks(model: Any, states: dict[str, Any]) -> list[Any]:
-    """Gather the state of each rank that differs from the first; all ranks call this.
-
-    Args:
-        model: The model.
-        states: State of each callback on this rank.
-    """
-    state = read_rank_state(model)
-    state["random"] = to_json(random_state())
-    digests = {key: digest(value) for key, value in states.items()}
-    first = comm.broadcast(digests)
-    state["callbacks"] = {
-        key: value for key, value in states.items() if digests[key] != first.get(key)
-    }
-    return comm.gather(state)

@@ -30,20 +30,9 @@ _ON_CPU = {
 
 
 def set_for_cpu() -> None:
-    """Set what the user has not set, before Horovod starts.
-
-    Raises:
-        ValueError: If a user's longest cycle is not a number of milliseconds, which
-            Horovod would take for 0.
-    """
+    """Set what the user has not set, before Horovod starts."""
     if _CYCLE not in os.environ:
         os.environ.setdefault(_LONGEST_CYCLE, "10")
-    longest = os.environ.get(_LONGEST_CYCLE, "10")
-    if not longest.isdecimal() or int(longest) == 0:
-        raise ValueError(
-            "The longest cycle of Horovod must be a whole number of milliseconds, at "
-            f"least 1. Received: {_LONGEST_CYCLE}={longest!r}. Leave it out for 10."
-        )
     for name, value in _ON_CPU.items():
         os.environ.setdefault(name, value)
 

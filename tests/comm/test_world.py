@@ -136,14 +136,6 @@ def test_a_start_of_mpi_that_takes_too_long_ends_the_rank():
     assert "btl_tcp_if_include" in done.stderr
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "2.5", "fast", ""])
-def test_a_longest_cycle_that_is_no_number_is_an_error(monkeypatch, value):
-    """Horovod would take it for 0, and its thread would keep a core busy."""
-    monkeypatch.setattr(os, "environ", {"KERAS_DIST_LONGEST_CYCLE_MS": value})
-    with pytest.raises(ValueError, match=f"Received: .*={value!r}"):
-        settings.set_for_cpu()
-
-
 def test_the_cycles_of_horovod_are_the_users_first(monkeypatch):
     """Who has set Horovod's own has these; else the longest is 10 ms."""
     found = []
