@@ -28,7 +28,6 @@ from keras_dist.comm.collectives import (
     gather_rows,
     name_of,
     sendable,
-    stack,
     sum,
     sum_tensors,
     to_array,

@@ -243,16 +243,6 @@ def total(tensor: Any, *, purpose: str) -> Any:
     return tf.cast(result, tensor.dtype)
 
 
-def stack(tensor: Any, *, purpose: str) -> Any:
-    """Stack the tensors of all ranks along a new first axis, in rank order.
-
-    Args:
-        tensor: A tensor of the same shape and dtype on every rank.
-        purpose: Part of the collective's name: what the collective is for.
-    """
-    return gather_rows(tensor[tf.newaxis], name=name_of(purpose))
-
-
 def gather_rows(tensor: Any, *, name: str) -> Any:
     """Concatenate the tensors of all ranks along their first axis, in rank order."""
     link, _ = runtime.connection()

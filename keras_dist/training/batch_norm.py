@@ -123,7 +123,7 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
 def _gathered(own: Any) -> Any:
     """Gather the vectors of all ranks as rows of a matrix, with its gradient."""
     context = step_context.current()
-    everyone = comm.stack(own, purpose="moments")
+    everyone = comm.gather_rows(own[tf.newaxis], name=comm.name_of("moments"))
 
     def gradient(upstream: Any) -> Any:
         # The gradients of weights are averaged by rows later, which multiplies them by
