@@ -70,7 +70,7 @@ class Plan:
         validation: Rows and steps of the validation data, if there is any.
         rates: Learning rate of each optimizer.
         is_compiled: Whether the model is compiled by XLA.
-        outputs: Name and destination of each callback that writes files.
+        outputs: Name of each callback that writes files.
         metrics: Name and rule of each metric whose state is not summed.
         resume: Where an interrupted epoch goes on, in words; "" without `resume`.
     """
@@ -84,7 +84,7 @@ class Plan:
     validation: Rows | None
     rates: tuple[Rate, ...]
     is_compiled: bool
-    outputs: tuple[tuple[str, str], ...]
+    outputs: tuple[str, ...]
     metrics: tuple[tuple[str, str], ...] = ()
     resume: str = ""
 
@@ -112,8 +112,8 @@ class Plan:
             if self.metrics:
                 rules = [f"{name}: {rule}" for name, rule in self.metrics]
                 lines.append(("metrics", "; ".join([*rules, "all others summed"])))
-            for name, output in self.outputs:
-                lines.append(("first rank", f"{name} → {output}"))
+            if self.outputs:
+                lines.append(("first rank", f"runs {', '.join(self.outputs)}"))
         return lines
 
     def __str__(self) -> str:

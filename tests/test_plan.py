@@ -22,7 +22,7 @@ PLAN = plan.Plan(
     validation=plan.Rows("arrays, sharded by row", 64, 10000, True, 157, 40),
     rates=(plan.Rate("0.4", "0.1 → 0.4 (linear: × 4)"),),
     is_compiled=False,
-    outputs=(("CSVLogger", "logs/log.csv"),),
+    outputs=("CSVLogger",),
     metrics=(("largest", "by its own merge_states"),),
 )
 
@@ -39,20 +39,19 @@ def test_the_box_says_everything():
         "arrays, sharded by row, shuffled",
         "arrays, sharded by row: 10,000 → 2,500, 157 → 40 steps",
         "0.1 → 0.4 (linear: × 4)",
-        "CSVLogger → logs/log.csv",
+        "runs CSVLogger",
         "largest: by its own merge_states; all others summed",
     ):
         assert text in box
 
 
 def test_every_line_of_the_box_is_as_wide():
-    """Also with a path that is longer than the box, of which nothing is lost."""
-    path = "/very/long/" + "path/" * 40 + "end.csv"
-    long = dataclasses.replace(PLAN, outputs=(("CSVLogger", path),))
+    """Also with a name that is longer than the box, of which nothing is lost."""
+    name = "Very" * 40 + "LongName"
+    long = dataclasses.replace(PLAN, outputs=(name,))
     lines = str(long).splitlines()
     assert {len(line) for line in lines} == {76}
-    whole = "".join(line[2:-2].strip() for line in lines)
-    assert path in whole
+    assert name in "".join(line[2:-2].strip() for line in lines)
 
 
 def test_the_plan_of_one_rank_is_shorter():

@@ -47,16 +47,6 @@ _TRACKERS = frozenset(
     }
 )
 
-# The attributes that hold the path or address to which they write.
-_PATH_ATTRIBUTES = (
-    "filepath",
-    "filename",
-    "log_dir",
-    "backup_dir",
-    "directory",
-    "root",
-)
-
 
 def first_rank_only(callback: Marked) -> Marked:
     """Mark a callback of yours, so that it runs on the first rank only.
@@ -99,44 +89,14 @@ def is_writer(callback: Any) -> bool:
 
 def is_tracker(callback: Any) -> bool:
     """Return True if its class, or one that this inherits from, is of a tracker."""
-    return _package_of(callback, _TRACKERS) is not None
-
-
-def _package_of(callback: Any, packages: frozenset[str]) -> str | None:
-    """Find the package of its class, or of one that this inherits from."""
-    bases = type(callback).__mro__
-    names = (base.__module__.partition(".")[0] for base in bases)
-    return next(filter(packages.__contains__, names), None)
+    packages = {c.__module__.partition(".")[0] for c in type(callback).__mro__}
+    return not _TRACKERS.isdisjoint(packages)
 
 
 def runs_on_first_rank_only(callback: Any) -> bool:
     """Return True if `callback` writes, or was marked with `first_rank_only`."""
     is_marked = getattr(callback, "_keras_dist_first_rank_only", False)
     return is_writer(callback) or bool(is_marked)
-
-
-def destinations(
-    callbacks: Sequence[keras.callbacks.Callback],
-) -> tuple[tuple[str, str], ...]:
-    """Class name and path, as the user gave it, of each that `is_writer`.
-
-    One that has no path, of a tracker, has the name of its package instead.
-
-    >>> destinations([keras.callbacks.CSVLogger("log.csv")])
-    (('CSVLogger', 'log.csv'),)
-    """
-    return tuple(
-        (type(callback).__name__, _destination(callback))
-        for callback in callbacks
-        if is_writer(callback)
-    )
-
-
-def _destination(callback: keras.callbacks.Callback) -> str:
-    for attribute in _PATH_ATTRIBUTES:
-        if isinstance(found := getattr(callback, attribute, None), str):
-            return found
-    return _package_of(callback, _TRACKERS) or "the terminal"
 
 
 @contextlib.contextmanager

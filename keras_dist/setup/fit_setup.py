@@ -13,7 +13,7 @@ from keras_dist.callbacks.callback_order import (
     order_callbacks,
 )
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
-from keras_dist.callbacks.user_callbacks import destinations, runs_on_first_rank_only
+from keras_dist.callbacks.user_callbacks import is_writer, runs_on_first_rank_only
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed
@@ -192,7 +192,7 @@ def prepare(
             validation=validation.plan if validation else None,
             rates=_describe_rates(model, options, factor, step_multiplier),
             is_compiled=bool(model.jit_compile),
-            outputs=destinations(callbacks),
+            outputs=tuple(type(c).__name__ for c in callbacks if is_writer(c)),
             metrics=metrics.exceptions(model.metrics),
             resume="" if options.resume is None else _describe_resume(training),
         ),
