@@ -88,7 +88,7 @@ def test_callbacks_alone_train_on_all_ranks():
     lines = run("callbacks_only", ranks=2)
     assert last_number(r"val_accuracy: ([\d.]+)", lines) >= 0.95
     assert not any(line.startswith("╭─ keras_dist") for line in lines)
-    epochs = last_number(r"^trained (\d+) epochs in", lines)
+    epochs = last_number(r"^Epoch (\d+)/", lines)
     assert last_number(r"^stopped after epoch (\d+)", lines) == epochs < 50
     assert any("rows_per_second: " in line for line in lines)
 
@@ -121,7 +121,7 @@ def test_fashion_mnist_stops_itself_and_logs_once(tmp_path):
         ranks=2,
     )
     assert any(f"{rows} → {rows // 2} per rank" in line for line in lines)
-    assert last_number(r"^trained (\d+) epochs in", lines) == 2
+    assert last_number(r"^Epoch (\d+)/", lines) == 2
     assert last_number(r"^stopped after epoch (\d+)", lines) == 2
     with open(tmp_path / "epochs.csv") as file:
         epochs = list(csv.DictReader(file))
