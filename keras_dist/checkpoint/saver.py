@@ -1,9 +1,11 @@
 """Save checkpoints while a model trains, in a thread, and when a signal asks for it."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent import futures
 from types import FrameType
 from typing import Any, NoReturn
@@ -328,3 +330,61 @@ class Saver(keras.callbacks.Callback):
                 )
             step.build_now(self.model, Source(self._feed.data).first(1)[0])
         build_optimizers(self.model)
+
+
+@contextlib.contextmanager
+def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
+    """Context manager for a fit that starts where its checkpoint ends, and saves.
+
+    Args:
+        resume: The folder of the checkpoints, and the one to resume from; `None` to
+            save nothing.
+        setup: The arguments and data of this rank.
+
+    Yields:
+        The arguments to pass to `Model.fit`.
+    """
+    if resume is None:
+        yield setup.arguments
+        return
+    arguments, saved = dict(setup.arguments), resume.saved
+    if saved is not None:
+        arguments["initial_epoch"] = _first_epoch(resume, setup)
+        _print_position(resume, setup)
+        for callback in setup.callbacks:
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True
+    callbacks = states.with_history(arguments["callbacks"])
+    histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
+    others = [c for c in setup.callbacks if not isinstance(c, keras.callbacks.History)]
+    saver = Saver(resume, setup, others + histories)
+    try:
+        yield arguments | {"callbacks": [*callbacks, saver]}
+    finally:
+        saver.close()
+
+
+def _first_epoch(resume: Resume, setup: FitSetup) -> int:
+    """Epoch in which to resume; `epochs` if the training had finished."""
+    saved = resume.saved
+    assert saved is not None
+    if saved.is_finished:
+        return int(setup.arguments["epochs"])
+    division = setup.training.division
+    if saved.position.step and division is None:
+        raise ValueError(
+            "The training cannot be resumed in the middle of an epoch with this data. "
+            f"Received: {setup.training.plan.kind}, and a checkpoint of the middle of "
+            "an epoch. Pass the same data as before, or an empty folder."
+        )
+    return saved.position.epoch if division is None else division.epoch
+
+
+def _print_position(resume: Resume, setup: FitSetup) -> None:
+    """Print on the first rank where the training is resumed."""
+    position, division = resume.position, setup.training.division
+    if comm.rank() == 0 and setup.arguments["verbose"] != 0 and position is not None:
+        rows = ""
+        if position.step and division is not None:
+            rows = f", after {division.begin:,} of {division.total:,} {division.unit}"
+        say(f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}")
