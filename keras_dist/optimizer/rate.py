@@ -134,15 +134,13 @@ def rate_progress(leaf: Any) -> dict[str, float]:
         leaf: An optimizer without others inside.
 
     Returns:
-        Steps and batches of one process, and how many of these batches were added by
-        `restore_rate_progress`.
+        Steps and batches of one process.
     """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
     return {
         "steps": steps * state.step_multiplier + state.offset,
         "batches": batches + state.ahead,
-        "ahead": state.ahead,
     }
 
 
@@ -159,9 +157,7 @@ def restore_rate_progress(leaf: Any, progress: dict[str, float], warmup: float) 
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)
     state.offset = int(progress["steps"]) - steps * state.step_multiplier
-    state.ahead = progress["ahead"]
-    if warmup != 1:
-        state.ahead = progress["batches"] * warmup - batches
+    state.ahead = progress["batches"] * warmup - batches
     if state.offset or state.ahead:
         object.__setattr__(leaf, "_rate", state)
         mixin.add(leaf, ScalesRate)
