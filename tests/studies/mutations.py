@@ -254,8 +254,8 @@ MUTATIONS = [
     Mutation(
         "options: float16 has a scale",
         "comm/compressed.py",
-        'if kind == "bf16":',
-        "if True:",
+        'if kind == "fp16" else',
+        "if False else",
         ("test_wire.py", "overflows"),
     ),
     Mutation(
