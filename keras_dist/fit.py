@@ -32,8 +32,11 @@ from keras_dist.setup.arguments import (
 )
 from keras_dist.setup.fit_setup import FitSetup, check_model, prepare
 from keras_dist.training import step
-from keras_dist.training.autotune import without_autotune
-from keras_dist.training.install import evaluate_on_all, train_on_all
+from keras_dist.training.install import (
+    evaluate_on_all,
+    train_on_all,
+    turn_off_tuning,
+)
 from keras_dist.training.predict import (
     each_batch,
     predict_in_turns,
@@ -252,16 +255,14 @@ def run_loop(
     """
     if loop is None and not _takes_data(getattr(model.__class__, name)):
         loop = functools.partial(plain_method(name), model)
-    if loop is None:
-        token = _passing.set((id(model), name))
-        try:
-            return getattr(model, name)(**arguments)
-        finally:
-            _passing.reset(token)
-    is_distributed = mixin.has(model, step.DistributedStep)
-    if name != "evaluate" or not is_distributed:
-        return loop(**arguments)
-    with step.evaluating(model):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(turn_off_tuning())
+        if loop is None:
+            token = _passing.set((id(model), name))
+            stack.callback(_passing.reset, token)
+            loop = getattr(model, name)
+        elif name == "evaluate" and mixin.has(model, step.DistributedStep):
+            stack.enter_context(step.evaluating(model))
         return loop(**arguments)
 
 
@@ -345,43 +346,42 @@ def predict(
             changed = {"x": rows, "steps": steps, "callbacks": callbacks}
             return run_loop(model, "predict", given | _quiet(given) | changed, loop)
 
-    with without_autotune(model):
-        if comm.size() == 1 or options.shard == "none":
-            _check_predict(model, gather)
-            return predict_rows(x, steps)  # one rank may call it alone
-        with comm.together():
-            _check_predict(model, gather)
-            options = options.resolved()
-            x = sources.make_source(lists_to_arrays(x), options.shard)
-        is_source = isinstance(x, Source)
-        known = x.presharded if is_source else None
-        leaves = keras.tree.flatten(x) if is_arrays(x) else []
-        facts = {  # what decides which collectives come
-            "`gather`": gather,
-            "`steps`": steps,
-            "the shapes of the rows": [tuple(leaf.shape) for leaf in leaves],
-            "whether the data was divided by `shard`": known is not None,
-        }
-        comm.agree(facts, advice=_ADVICE)
-        if known is not None and gather and steps is None:
-            return predict_presharded(x.data, known, predict_rows, model, gather=gather)
-        if known is not None or not (leaves or is_source):
-            return predict_rows(x.data if is_source else x, steps)
-        spec = replace(sources.compare({"predicted": x}, options), batch="global")
-        with comm.together():
-            feed = validation_feed(
-                (x, None, None),
-                batch_size=batch_size,
-                steps=steps,
-                steps_rule="none",
-                spec=spec,
-            )
-        comm.agree(feed.facts, advice=_ADVICE)
-        agree_on_arrays({"x": x})
-        with comm.explained(), raising_own_errors([feed]):
-            if is_source and not is_dealt(x, spec):
-                return predict_rows(feed.data, steps)
-            return predict_in_turns(feed, predict_rows, model, gather=gather)
+    if comm.size() == 1 or options.shard == "none":
+        _check_predict(model, gather)
+        return predict_rows(x, steps)  # one rank may call it alone
+    with comm.together():
+        _check_predict(model, gather)
+        options = options.resolved()
+        x = sources.make_source(lists_to_arrays(x), options.shard)
+    is_source = isinstance(x, Source)
+    known = x.presharded if is_source else None
+    leaves = keras.tree.flatten(x) if is_arrays(x) else []
+    facts = {  # what decides which collectives come
+        "`gather`": gather,
+        "`steps`": steps,
+        "the shapes of the rows": [tuple(leaf.shape) for leaf in leaves],
+        "whether the data was divided by `shard`": known is not None,
+    }
+    comm.agree(facts, advice=_ADVICE)
+    if known is not None and gather and steps is None:
+        return predict_presharded(x.data, known, predict_rows, model, gather=gather)
+    if known is not None or not (leaves or is_source):
+        return predict_rows(x.data if is_source else x, steps)
+    spec = replace(sources.compare({"predicted": x}, options), batch="global")
+    with comm.together():
+        feed = validation_feed(
+            (x, None, None),
+            batch_size=batch_size,
+            steps=steps,
+            steps_rule="none",
+            spec=spec,
+        )
+    comm.agree(feed.facts, advice=_ADVICE)
+    agree_on_arrays({"x": x})
+    with comm.explained(), raising_own_errors([feed]):
+        if is_source and not is_dealt(x, spec):
+            return predict_rows(feed.data, steps)
+        return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 
 def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:

@@ -71,7 +71,6 @@ class Plan:
         rates: Learning rate of each optimizer.
         is_compiled: Whether the model is compiled by XLA.
         outputs: Name of each callback that writes files.
-        metrics: Name and rule of each metric whose state is not summed.
         resume: Where an interrupted epoch goes on, in words; "" without `resume`.
     """
 
@@ -85,7 +84,6 @@ class Plan:
     rates: tuple[Rate, ...]
     is_compiled: bool
     outputs: tuple[str, ...]
-    metrics: tuple[tuple[str, str], ...] = ()
     resume: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
@@ -109,9 +107,6 @@ class Plan:
                 ("XLA", "forward and backward, then update; averaging between")
             )
         if self.size > 1:
-            if self.metrics:
-                rules = [f"{name}: {rule}" for name, rule in self.metrics]
-                lines.append(("metrics", "; ".join([*rules, "all others summed"])))
             if self.outputs:
                 lines.append(("first rank", f"runs {', '.join(self.outputs)}"))
         return lines

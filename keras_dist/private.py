@@ -133,12 +133,6 @@ def set_mask(tensor: Any, mask: Any) -> None:
         tensor._keras_mask = mask
 
 
-def given_metrics(metric: Any) -> list[Any]:
-    """List what `compile` was given as metrics; `Model.metrics` does after a batch."""
-    names = ("_user_metrics", "_user_weighted_metrics")
-    return [getattr(metric, name, None) or [] for name in names]
-
-
 def trainable_variables_of(optimizer: Any) -> list[Any]:
     """List the variables that an optimizer updates; empty before it is built."""
     return list(getattr(optimizer, "_trainable_variables", None) or ())

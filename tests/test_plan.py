@@ -23,7 +23,6 @@ PLAN = plan.Plan(
     rates=(plan.Rate("0.4", "0.1 → 0.4 (linear: × 4)"),),
     is_compiled=False,
     outputs=("CSVLogger",),
-    metrics=(("largest", "by its own merge_states"),),
 )
 
 
@@ -40,7 +39,6 @@ def test_the_box_says_everything():
         "arrays, sharded by row: 10,000 → 2,500, 157 → 40 steps",
         "0.1 → 0.4 (linear: × 4)",
         "runs CSVLogger",
-        "largest: by its own merge_states; all others summed",
     ):
         assert text in box
 
@@ -67,7 +65,7 @@ def test_the_plan_of_one_rank_is_shorter():
     box = str(serial)
     for text in ("1 (serial)", "64 rows ", "2 an epoch", "learning rate  0.1 "):
         assert text in box
-    for text in ("transport", "global", "→", "summed"):
+    for text in ("transport", "global", "→"):
         assert text not in box
 
 

@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from keras_dist.training.saving import new_file
-
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
 
@@ -189,7 +187,9 @@ class Folder:
     def _new_part(self) -> Iterator[BinaryIO]:
         """Context manager that opens the part; an error in it removes the file."""
         try:
-            with new_file(self.part) as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.part)  # a link is never followed
+            with open(self.part, "x+b") as file:
                 yield file
         except BaseException:
             with contextlib.suppress(OSError):

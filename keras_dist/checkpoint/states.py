@@ -18,8 +18,8 @@ from keras_dist.callbacks.user_callbacks import runs_on_first_rank_only
 from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.training.metrics import (
     UpdateCounts,
-    merges,
-    rule_of,
+    combine,
+    combine_states,
     stateful_metrics,
     weights,
 )
@@ -217,13 +217,11 @@ def _merge_ranks(
             continue
         first = comm.to_array(variable)
         values = [own["variables"].get(str(index), first) for own in ranks]
-        if rule == "sum":
+        if rule != "first" and rows.sum():
+            fractions = rows / rows.sum()
             start = start_of.get(id(variable), 0)
-            variable.assign(start + sum(value - start for value in values))
-        elif rule == "mean" and rows.sum():
-            wide = [value.astype(np.float64) for value in values]
-            mean = np.tensordot(rows / rows.sum(), wide, axes=1)
-            variable.assign(mean.astype(first.dtype))
+            value = combine(rule, values, fractions, start)
+            variable.assign(value.astype(first.dtype))
 
 
 def _merge_metrics(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
@@ -232,18 +230,9 @@ def _merge_metrics(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, An
     fractions = weights(seen)
     merged = []
     for index, metric in enumerate(metrics):
-        values = [own["metrics"][index] for own in ranks]
-        if merges(metric):
-            if comm.rank() == 0:
-                metric.merge_states(values)
-            merged.append([comm.to_array(variable) for variable in metric.variables])
-            continue
-        merged.append(
-            [
-                _merge_values(rule_of(variable), per_rank, fractions)
-                for variable, *per_rank in zip(metric.variables, *values, strict=True)
-            ]
-        )
+        if comm.rank() == 0:
+            combine_states(metric, [own["metrics"][index] for own in ranks], fractions)
+        merged.append([comm.to_array(variable) for variable in metric.variables])
     return {
         "metrics": merged,
         "rows": sum(own["rows"] for own in ranks),
@@ -253,18 +242,6 @@ def _merge_metrics(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, An
             ranks[0]["seen"][2],
         ],
     }
-
-
-def _merge_values(
-    rule: str, values: Sequence[np.ndarray], fractions: Sequence[float]
-) -> Any:
-    if rule == "first":
-        return values[0]
-    if rule == "sum":
-        return sum(values[1:], values[0])
-    return sum(
-        value * fraction for value, fraction in zip(values, fractions, strict=True)
-    )
 
 
 def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any]:

@@ -100,7 +100,7 @@ class BuiltByFirstStep:
         hook, is_eager = self._before_first_step, tf.executing_eagerly()
         if hook is not None:
             object.__setattr__(self, "_before_first_step", None)
-            build.build(self, build.OwnStep(own_step, data, is_eager=is_eager))
+            build.build(self, own_step, data, is_eager=is_eager)
             with tf.init_scope():
                 hook()
         return own_step(data)

@@ -215,14 +215,21 @@ def entered(context: StepContext) -> Iterator[StepContext]:
         _current.reset(token)
 
 
-def run_inline() -> contextlib.AbstractContextManager[None]:
-    """Context manager in which a `tf.function` of the user's runs as plain Python.
+# Autograph outside of Keras's train step, which turns it off for what it calls.
+_AUTOGRAPH = tf.__internal__.autograph.control_status_ctx()
 
-    It keeps its traces, and would use that of a trial, or of the half of a step that
-    XLA compiles, where `apply` averages nothing.
+
+def run_inline() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which a `tf.function` of the user's is part of the step.
+
+    It keeps its traces, and would use that of another step: of a trial, where `apply`
+    averages nothing, or of the last fit, whose numbers of rows are out of scope.
     """
 
     def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return function.python_function(*args, **kwargs)
+        inline = tf.__internal__.autograph.tf_convert(
+            function.python_function, _AUTOGRAPH, user_requested=True
+        )
+        return inline(*args, **kwargs)
 
     return mixin.replace_method(type(tf.function(run)), "__call__", run)

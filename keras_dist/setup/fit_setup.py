@@ -20,8 +20,6 @@ from keras_dist.data.feed import Feed
 from keras_dist.data.source import Source
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.training import metrics
-from keras_dist.training.autotune import plain_strategy
 from keras_dist.version import __version__
 
 
@@ -126,8 +124,8 @@ def _find_strategy(model: Any) -> Any:
     """
     if tf.distribute.has_strategy():
         return tf.distribute.get_strategy()
-    if plain_strategy(model) is not tf.distribute.get_strategy():
-        return plain_strategy(model)
+    if model.distribute_strategy is not tf.distribute.get_strategy():
+        return model.distribute_strategy
     variables = list(model.variables)
     for found in optimizer.optimizers_of(model):
         variables += found.variables
@@ -193,7 +191,6 @@ def prepare(
             rates=_describe_rates(model, options, factor, step_multiplier),
             is_compiled=bool(model.jit_compile),
             outputs=tuple(type(c).__name__ for c in callbacks if is_writer(c)),
-            metrics=metrics.exceptions(model.metrics),
             resume="" if options.resume is None else _describe_resume(training),
         ),
     )

@@ -15,5 +15,4 @@
   the first and the last
 - `remember`: remember variables, and put them back
 - `predict`: predict shards of the rows, and gather the predictions
-- `autotune`: read data without TensorFlow's tuning thread
 """

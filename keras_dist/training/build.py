@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,32 +16,8 @@ from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.session import Session
 
-# Builds a model; raises an error if it cannot.
-Method = Callable[[Any, "OwnStep"], None]
 
-
-@dataclass(frozen=True)
-class OwnStep:
-    """The model's own train step, and the first batch that it gets.
-
-    Args:
-        run: The `train_step` (or `test_step`) of Keras, or of the user's class.
-        data: The batch; tensors of a graph, perhaps.
-        is_eager: Whether the step runs without a graph.
-    """
-
-    run: Callable[[Any], Any]
-    data: Any
-    is_eager: bool
-
-    @property
-    def is_of_user(self) -> bool:
-        """True if another class than Keras's defines it."""
-        function = getattr(self.run, "__func__", self.run)
-        return not getattr(function, "__module__", "").startswith("keras.")
-
-
-def build(model: Any, step: OwnStep) -> None:
+def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -> None:
     """Make all variables of the model, its metrics and its optimizers.
 
     They must exist before the first step: weights and optimizer state are copied to all
@@ -50,36 +25,41 @@ def build(model: Any, step: OwnStep) -> None:
 
     Keras builds a model by calling it on the batch. A train step of the user's may call
     it, or layers of it, on something else, and would find weights of other shapes. So
-    such a step is traced instead: its variables are made, and nothing is run.
+    such a step is traced instead, or run if it runs without a graph.
 
     This is called inside of the graph of the step, if there is one: outside of it, by
     `tf.init_scope`, no tape would record a gradient.
 
     Args:
         model: A `keras.Model`.
-        step: Its own train step, which begins after this.
+        run: Its own train step, of Keras or of the user's class.
+        data: The first batch; tensors of a graph, perhaps.
+        is_eager: Whether the step runs without a graph.
 
     Raises:
         Exception: What the user's train step raises, if it had to be run once.
     """
-    before = _num_unbuilt(model)
+    function = getattr(run, "__func__", run)
+    is_of_keras = getattr(function, "__module__", "").startswith("keras.")
+    if (is_of_keras or is_eager) and _is_complete(model):
+        return
+    by_step = _run_once if is_eager else _trace
+    methods = [_build_by_keras, by_step] if is_of_keras else [by_step, _build_by_keras]
     errors = []
-    for method in _methods(model, step):
-        is_begun = _num_unbuilt(model) < before
-        if method is _by_keras and step.is_eager and step.is_of_user and is_begun:
-            continue  # what is left is not built by calling the model, either
+    for method in methods:
         try:
-            method(model, step)
+            method(model, run, data)
+            break
         except Exception as error:
-            if method is _by_running:
+            if method is _run_once:
                 raise
             errors.append(error)
-        else:
-            return
-        if not _num_unbuilt(model):
-            break
     else:
-        _warn(model, errors[0])
+        warn(
+            f"{type(model).__name__} could not be built before its first step "
+            f"({type(errors[0]).__name__}: {errors[0]}). Build it before the fit, for "
+            "example by calling it on one batch."
+        )
     _build_optimizer(model)
 
 
@@ -92,35 +72,22 @@ def holds_unbuilt_optimizers(model: Any) -> bool:
     )
 
 
-def _methods(model: Any, step: OwnStep) -> list[Method]:
-    """List ways to build the model: the next is tried where one raises an error."""
-    methods: list[Method] = [_by_tracing, _by_keras]
-    if not step.is_of_user:
-        methods = [_by_keras, _by_tracing]
-    elif _is_complete(model) or (step.is_eager and not _num_unbuilt(model)):
-        return [_by_keras]  # runs no Python of the user's step
-    return [*methods, _by_running] if step.is_eager else methods
-
-
-def _num_unbuilt(model: Any) -> int:
-    """Count the layers that are not built and hold no weight.
+def _is_complete(model: Any) -> bool:
+    """Return True if layers, losses, metrics and optimizers have their variables.
 
     A model of which a train step only calls the layers has weights, and is never built.
     """
     layers = private.layers_of(model)
-    return sum(not layer.built and not layer.weights for layer in layers)
+    compiled = [part for part in private.compiled_parts(model) if part is not None]
+    found = [*model.metrics, *compiled, *optimizers_of(model)]
+    return all(layer.built or layer.weights for layer in layers) and all(
+        getattr(each, "built", True) for each in found
+    )
 
 
-def _is_complete(model: Any) -> bool:
-    """Return True if layers, compiled metrics and optimizers have their variables."""
-    found = [*model.metrics, *optimizers_of(model)]
-    return not _num_unbuilt(model) and all(getattr(f, "built", True) for f in found)
-
-
-def _by_keras(model: Any, step: OwnStep) -> None:
+def _build_by_keras(model: Any, _: Any, data: Any) -> None:
     with tf.init_scope():
-        private.build_by_keras(model, step.data)
-    _build_optimizer(model)
+        private.build_by_keras(model, data)
 
 
 def _build_optimizer(model: Any) -> None:
@@ -130,9 +97,9 @@ def _build_optimizer(model: Any) -> None:
             optimizer.build(model.trainable_variables)
 
 
-def _by_tracing(model: Any, step: OwnStep) -> None:
+def _trace(model: Any, run: Callable[[Any], Any], data: Any) -> None:
     """Trace the step in a graph that is thrown away."""
-    leaves = keras.tree.flatten(step.data)
+    leaves = keras.tree.flatten(data)
     is_traced = False
 
     def trace(tensors: list[Any]) -> None:
@@ -143,7 +110,7 @@ def _by_tracing(model: Any, step: OwnStep) -> None:
         rest = iter(tensors)
         batch = [None if leaf is None else next(rest) for leaf in leaves]
         with tf.variable_creator_scope(_made_now):
-            step.run(keras.tree.pack_sequence_as(step.data, batch))
+            run(keras.tree.pack_sequence_as(data, batch))
 
     specs = [tf.type_spec_from_value(leaf) for leaf in leaves if leaf is not None]
     # Gradients are averaged in the step itself, not here.
@@ -175,7 +142,7 @@ def _made_now(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         return next_creator(**kwargs)
 
 
-def _by_running(model: Any, step: OwnStep) -> None:
+def _run_once(model: Any, run: Callable[[Any], Any], data: Any) -> None:
     """Run the step on its batch, and take back what it did to variables."""
     context = step_context.StepContext(is_averaged=True)
     with (
@@ -183,15 +150,7 @@ def _by_running(model: Any, step: OwnStep) -> None:
         step_context.entered(context),
         preserve_variables(list_variables(model)),
     ):
-        step.run(step.data)
-
-
-def _warn(model: Any, error: Exception) -> None:
-    warn(
-        f"{type(model).__name__} could not be built before its first step "
-        f"({type(error).__name__}: {error}). Build it before the fit, for example by "
-        "calling it on one batch."
-    )
+        run(data)
 
 
 def start(
@@ -211,7 +170,6 @@ def start(
         own_step: The model's own train step.
         is_eager: Whether its steps run without a graph.
     """
-    step = OwnStep(own_step, data, is_eager=is_eager)
     session.has_started = True
     # TensorFlow would trace a step once more in which variables were made.
     with (
@@ -221,7 +179,7 @@ def start(
         is_built_here = session.builds_on_one_rank or comm.size() > 1
         if is_built_here or holds_unbuilt_optimizers(model):
             with comm.together():
-                build(model, step)
+                build(model, own_step, data, is_eager=is_eager)
         # Outside of the graph that is being traced, so that this runs once, now.
         with tf.init_scope():
             _call_hooks(model, session)

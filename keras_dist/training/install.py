@@ -14,8 +14,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from keras_dist import comm, mixin, optimizer, private
 from keras_dist.data.feed import Feed
+from keras_dist.data.pipeline import as_untuned
 from keras_dist.optimizer.rate import make_factor
 from keras_dist.training import batch_norm, saving
 from keras_dist.training.session import Session, TracedFunctions, session_of
@@ -112,6 +115,33 @@ def train_on_all(
         except BaseException:
             session.options = None  # a step that has failed is traced again
             raise
+
+
+def turn_off_tuning() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which Keras reads data without TensorFlow's tuning thread.
+
+    TensorFlow tunes each pass over a `tf.data.Dataset` (Keras makes one of all data) in
+    a thread, which sleeps for 10 ms, then twice as long each time, up to a minute. At
+    the end of the pass TensorFlow wakes the thread and waits for it. But the thread is
+    woken before the stop flag is set: it may see no flag, and sleep again. On a rank
+    with one core this happens nearly always, and a pass takes up to twice as long, or
+    a minute more. Without the thread, the stages of the pipeline that use
+    `tf.data.AUTOTUNE` keep their initial parallelism: all threads of this rank, at
+    most 16. A data set whose options turn tuning on or off is not changed.
+
+    Source:
+        `CancellationManager::StartCancelWithStatus` and `Model::OptimizeLoop` of
+        TensorFlow: waiters are woken before `IsCancelled` is true.
+    """
+    if comm.size() == 1:
+        return contextlib.nullcontext()
+
+    def read(plain: Any, strategy: Any, dataset: Any, options: Any = None) -> Any:
+        return plain(as_untuned(dataset), options)
+
+    strategy = type(tf.distribute.get_strategy())
+    method = strategy, "experimental_distribute_dataset"
+    return mixin.replace_methods({method: read})
 
 
 @contextlib.contextmanager

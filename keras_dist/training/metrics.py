@@ -1,7 +1,7 @@
-"""Metrics over the rows of all ranks: synchronize their state, then take `result()`.
+"""Metrics over the rows of all ranks: combine their states, then take `result()`.
 
-An allreduce sums, averages or copies the state of all metrics, and `result()` is read
-before the state is restored.
+The states of all metrics are gathered, and summed, averaged or copied; `result()` is
+read before this rank's own state is restored.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.training.remember import preserve_variables
@@ -51,8 +50,8 @@ def global_result(
 
     Results cannot be averaged: the mean of two ranks' AUC is not the AUC. But the state
     of nearly all metrics can be summed (totals, counts, confusion matrices). So the
-    state of all metrics is synchronized by one allreduce, `result()` is called, and
-    this rank's own state is restored. How the state of a metric is synchronized:
+    state of all metrics is gathered and combined, `result()` is called, and this rank's
+    own state is restored. How the state of a metric is combined:
 
     - A method `merge_states(states)` of the metric is called with the states of all
       ranks that have rows, each a list of arrays in the order of `variables`, and sets
@@ -122,35 +121,6 @@ def rule_of(variable: Any) -> str:
     return {"sum": "sum", "only_first_replica": "first"}.get(aggregation, "mean")
 
 
-def exceptions(metrics: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """List name and rule of each metric whose state is not summed, for the plan.
-
-    It may be incomplete for a model that is not built: some metrics create their
-    variables at the first batch.
-
-    Args:
-        metrics: `Model.metrics`, also of a model that is not built.
-    """
-    given = keras.tree.flatten([private.given_metrics(metric) for metric in metrics])
-    given = [leaf for leaf in given if isinstance(leaf, keras.metrics.Metric)]
-    special = []
-    for metric in stateful_metrics([*metrics, *given]):
-        rules = {rule_of(variable) for variable in metric.variables}
-        if merges(metric):
-            special.append((metric.name, "by its own merge_states"))
-        elif "mean" in rules:
-            special.append((metric.name, "state averaged by rows"))
-        elif "first" in rules:
-            special.append((metric.name, "the first rank's state"))
-        elif not rules and not type(metric).__module__.startswith("keras."):
-            # It may still create variables at the first batch, as some of Keras's own
-            # metrics do.
-            special.append(
-                (metric.name, "result averaged by rows if without variables")
-            )
-    return tuple(special)
-
-
 def weights(seen: Sequence[UpdateCounts]) -> list[float]:
     """Compute each rank's fraction of all rows that the metrics have seen."""
     rows = [counts.rows * counts.has_rows for counts in seen]
@@ -159,23 +129,72 @@ def weights(seen: Sequence[UpdateCounts]) -> list[float]:
     return [count / sum(rows) for count in rows]
 
 
+def combine(
+    rule: str,
+    values: Sequence[np.ndarray],
+    fractions: Sequence[float],
+    start: Any = 0,
+) -> np.ndarray:
+    """Combine the values that a variable has on several ranks.
+
+    Args:
+        rule: See `rule_of`.
+        values: One of each rank.
+        fractions: Of all rows that the ranks have seen.
+        start: The value that all ranks had before; a sum is one of what came since.
+
+    Returns:
+        int64 for sums of integers, which are exact; float64 for those of other numbers,
+        and for means.
+    """
+    # Of ranks that have seen rows. Infinity × 0 would be NaN.
+    pairs = [pair for pair in zip(values, fractions, strict=True) if pair[1]]
+    if rule == "first":
+        return pairs[0][0]
+    if rule == "sum":
+        dtype = np.int64 if values[0].dtype.kind in "iub" else np.float64
+        start = np.asarray(start).astype(dtype)
+        return start + sum(value.astype(dtype) - start for value in values)
+    return sum(value.astype(np.float64) * fraction for value, fraction in pairs)
+
+
+def combine_states(
+    metric: Any, states: Sequence[Sequence[np.ndarray]], fractions: Sequence[float]
+) -> None:
+    """Give a metric the state over the rows of several ranks.
+
+    Args:
+        metric: The metric.
+        states: For each rank that has rows, the values of its `variables`.
+        fractions: Of all rows that the ranks have seen.
+    """
+    if merges(metric):
+        metric.merge_states(states)
+        return
+    for variable, *values in zip(metric.variables, *states, strict=True):
+        value = combine(rule_of(variable), values, fractions)
+        if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
+            value = np.rint(value)  # an average of integers
+        variable.assign(keras.ops.cast(value, variable.dtype))
+
+
 @dataclass(frozen=True)
 class _Report:
     """What one rank sends to the others about its metrics.
 
     Args:
         seen: How much data they have been updated with.
-        merging: States of the metrics that have a method `merge_states`.
+        states: The state of each metric; none if it is not counted.
         results: Results of the metrics that have no variables.
     """
 
     seen: UpdateCounts
-    merging: list[list[np.ndarray]]
+    states: list[list[np.ndarray]]
     results: list[Any]
 
 
 def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
-    """Return what has to be equal on all ranks, or their allreduce would never end."""
+    """Return what has to be equal on all ranks, or they cannot be combined."""
     facts: dict[str, Any] = {"the metrics": [metric.name for metric in metrics]}
     for metric in metrics:
         shapes = [f"{tuple(v.shape)} {rule_of(v)}" for v in metric.variables]
@@ -191,7 +210,7 @@ def _make_report(metrics: Sequence[Any], seen: UpdateCounts) -> _Report:
     counted = metrics if seen.has_rows else []
     return _Report(
         seen,
-        [_arrays_of(metric.variables) for metric in counted if merges(metric)],
+        [list(map(comm.to_array, metric.variables)) for metric in counted],
         [_on_host(metric.result()) for metric in counted if _is_without_state(metric)],
     )
 
@@ -199,78 +218,21 @@ def _make_report(metrics: Sequence[Any], seen: UpdateCounts) -> _Report:
 @contextlib.contextmanager
 def _synchronized(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator[None]:
     """Context manager in which metrics have the state of one process on all rows."""
-    merging = [metric for metric in metrics if merges(metric)]
-    merged = {id(v): v for metric in merging for v in metric.variables}
-    others = {
-        id(v): v for metric in metrics for v in metric.variables if id(v) not in merged
-    }
-    values = _synchronize(list(others.values()), [report.seen for report in reports])
     counted = [report for report in reports if report.seen.has_rows]
     fractions = weights([report.seen for report in counted])
+    variables = {id(v): v for metric in metrics for v in metric.variables}
+    pairs = enumerate(metrics)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserve_variables([*others.values(), *merged.values()]))
-        for variable, value in zip(others.values(), values, strict=True):
-            if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
-                value = np.rint(value)  # an average of integers
-            variable.assign(keras.ops.cast(value, variable.dtype))
-        for index, metric in enumerate(merging):
-            metric.merge_states([report.merging[index] for report in counted])
+        stack.enter_context(preserve_variables([*variables.values()]))
+        # A metric that merges may be inside of one that does not: it comes last.
+        for index, metric in sorted(pairs, key=lambda pair: merges(pair[1])):
+            states = [report.states[index] for report in counted]
+            combine_states(metric, states, fractions)
         for index, metric in enumerate(filter(_is_without_state, metrics)):
             mean = _weighted_mean([r.results[index] for r in counted], fractions)
             object.__setattr__(metric, "result", lambda mean=mean: mean)
             stack.callback(metric.__dict__.pop, "result", None)
         yield
-
-
-def _synchronize(
-    variables: Sequence[Any], seen: Sequence[UpdateCounts]
-) -> list[np.ndarray]:
-    """Compute the value of each variable over all ranks, by its rule.
-
-    One allreduce sums all floats, and one all integers, whose sums are exact. Each rank
-    sends its state × 1 or 0 where the rule is "sum" or "first", and × its
-    fraction of all rows where the rule is "mean".
-
-    Args:
-        variables: Variables of metrics, the same on every rank.
-        seen: How much data the metrics of each rank have been updated with, in rank
-            order.
-
-    Returns:
-        int64 for integers that are not averaged, else float64.
-    """
-    rank, fractions = comm.rank(), weights(seen)
-    is_first = [fraction > 0 for fraction in fractions].index(True) == rank
-    factors = {
-        "sum": seen[rank].has_rows,
-        "first": is_first,
-        "mean": fractions[rank],
-    }
-    sent = [
-        _times(state, factors[rule_of(variable)])
-        for variable, state in zip(variables, _arrays_of(variables), strict=True)
-    ]
-    synchronized: dict[int, np.ndarray] = {}
-    for dtype in (tf.float64, tf.int64):
-        indices = [
-            i for i, array in enumerate(sent) if tf.as_dtype(array.dtype) is dtype
-        ]
-        sums = comm.sum_tensors(
-            [tf.constant(sent[index]) for index in indices],
-            name=f"keras_dist.metrics.{dtype.name}",
-            dtype=dtype,
-        )
-        for index, total in zip(indices, sums, strict=True):
-            synchronized[index] = total.numpy()
-    return [synchronized[index] for index in range(len(sent))]
-
-
-def _times(state: np.ndarray, factor: float) -> np.ndarray:
-    if state.dtype.kind in "iub" and isinstance(factor, bool):
-        return state.astype(np.int64) * int(factor)
-    state = state.astype(np.float64)
-    # A state that is not counted may be infinite, and infinity × 0 is NaN.
-    return state * factor if factor else np.zeros_like(state)
 
 
 def _weighted_mean(results: Sequence[Any], fractions: Sequence[float]) -> Any:
@@ -363,11 +325,6 @@ def _find_metric(
     # Two metrics may be equal on all ranks by chance, and not over all ranks.
     is_clear = all(_is_equal(exact[key], exact[common[0]]) for key in common)
     return common[0] if common and is_clear else None
-
-
-def _arrays_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    """Copy the values of some variables."""
-    return [comm.to_array(variable) for variable in variables]
 
 
 def _on_host(result: Any) -> Any:

@@ -82,7 +82,7 @@ class RecordedStep:
             rows=rows,
             rows_of_all=rows_of_all,
         )
-        with step_context.entered(context), step_context.run_inline():
+        with step_context.entered(context):
             logs = self._own_step(data)
         self._calls[:] = calls
         return logs, [

@@ -1,7 +1,7 @@
 """Save models: each file is replaced as a whole, and written once, by the first rank.
 
 Scripts for one process end with `model.save(path)` or `save_model(model, path)`, which
-all ranks then call at once, also before the ranks meet. So in a rank of several these
+all ranks then call at once, also before the ranks meet. So under a launcher these
 functions are changed when the package is imported (`install`).
 The first rank must not wait for ranks that never save (`if keras_dist.rank() == 0:`),
 so nothing here is a collective. It announces in the launcher's store what it writes,
@@ -10,33 +10,33 @@ mpirun, or of a path that the first rank does not save), a rank writes the file 
 so that it takes its place as a whole: no rule here can lose or damage one.
 """
 
-import atexit
+import collections
 import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import inspect
 import math
 import os
 import shutil
 import socket
-import sys
-import tempfile
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import keras
 
 from keras_dist import comm
+from keras_dist.clusters import find_place
 from keras_dist.comm import World
 from keras_dist.launch import monitor
 from keras_dist.launch.store import client_of
 
-# The name of the log in the store, and how many saves it keeps.
-_NAME, _SAVES = "saves", 64
+# The name in the store of how far the first rank has come.
+_POSITION = "saves"
 
 # How long a rank waits for the first rank to begin a save, and to finish one. After
 # that it writes by itself.
@@ -46,23 +46,18 @@ _BEGIN_SECONDS, _WRITE_SECONDS = 5.0, 600.0
 # Of all ranks together there are at most so many a second.
 _SHORTEST, _LONGEST, _LOOKS = 0.01, 0.25, 400.0
 
+# Keras refuses other extensions of a file, with an error that names the path.
+_EXTENSIONS = (".keras", ".h5", ".hdf5", ".json")
+
 _logs: list["SaveLog"] = []
 _inside = threading.local()
 
 
 def install() -> None:
-    """Let each function of Keras that saves a model do so once, on several ranks.
-
-    Does nothing without a launcher, on one rank, and in processes that a rank starts.
-    """
-    world = comm.world_of_job()
-    if world.size == 1 or comm.is_child_of_rank() or _logs:
+    """Let each function of Keras that saves a model do so once, under a launcher."""
+    if find_place() is None or _logs:
         return
-    _logs.append(SaveLog(world))
-    atexit.register(_logs[0].end)
-    # A process that this one forks would say at its own end that this rank has ended.
-    unregister = functools.partial(atexit.unregister, _logs[0].end)
-    os.register_at_fork(after_in_child=unregister)
+    _logs.append(SaveLog(comm.world_of_job()))
     # `Model.save` and `Model.save_weights` call these functions.
     for function in (keras.saving.save_model, keras.saving.save_weights):
         _replace_code(function)
@@ -95,13 +90,13 @@ def _share(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def save(*args: Any, **kwargs: Any) -> Any:
-        call = _bind(own, args, kwargs)
-        if (
-            call is None
-            or isinstance(call.args[0], SavesWhole)  # during its fit
-            or getattr(_inside, "value", False)
-            or comm.is_child_of_rank()
-        ):
+        call = None
+        with contextlib.suppress(TypeError):  # Keras raises it, with its own words
+            call = inspect.signature(own).bind(*args, **kwargs)
+        is_path = call and isinstance(call.arguments.get("filepath"), str | os.PathLike)
+        # A save inside of a save, such as that of an export.
+        is_inner = getattr(_inside, "value", False)
+        if call is None or not is_path or is_inner or comm.is_child_of_rank():
             return own(*args, **kwargs)
         _inside.value = True
         try:
@@ -112,60 +107,13 @@ def _share(own: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-class SavesWhole:
-    """Mixin for a model: `save` and `save_weights` replace a file as a whole."""
-
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _save_whole(super().save, self, args, kwargs)  # type: ignore[misc]
-
-    def save_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _save_whole(super().save_weights, self, args, kwargs)  # type: ignore[misc]
-
-
-def _save_whole(own: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> Any:
-    call = _bind(own, args, kwargs)
-    return own(*args, **kwargs) if call is None else _write(own, call, model)
-
-
-def _bind(
-    own: Callable[..., Any], args: Any, kwargs: Any
-) -> inspect.BoundArguments | None:
-    """Bind the arguments of a save; `None` if it is to no path, or Keras refuses it."""
-    with contextlib.suppress(TypeError):
-        call = inspect.signature(own).bind(*args, **kwargs)
-        if isinstance(call.arguments.get("filepath"), (str, os.PathLike)):
-            return call
-    return None
-
-
-def _write(own: Callable[..., Any], call: inspect.BoundArguments, model: Any) -> Any:
-    """Let `own` write, so that what other ranks write there at once stays whole."""
-    given, path = call.arguments, call.arguments["filepath"]
-
-    def write_to(other: str) -> Any:
-        there = inspect.BoundArguments(call.signature, given | {"filepath": other})
-        if "overwrite" in call.signature.parameters:
-            there.arguments["overwrite"] = True
-        return own(*there.args, **there.kwargs)
-
-    asks_user = not given.get("overwrite", True) and os.path.exists(path)
-    is_one_file = "overwrite" in call.signature.parameters and not (
-        given.get("zipped") is False or given.get("max_shard_size")
-    )
-    if asks_user or is_remote(path) or (is_one_file and not is_replaceable(path)):
-        return own(*call.args, **call.kwargs)
-    if is_one_file:
-        return replace(path, write_to, num_bytes=hdf5_size(model, path))
-    return merge(path, write_to)
-
-
 class SaveLog:
     """Counts the saves that this rank has reached; the first rank announces its own.
 
-    A save is known by its name (what saves, after how many updates, and to which path),
-    the interval between two fits in which it is made, and its number among saves of the
-    same name. So a file that the first rank has written before is not taken for the one
-    that it is about to write.
+    A save is known by its name (what saves, after how many updates, to which path, and
+    in which interval between two fits) and its number among saves of the same name. So
+    a file that the first rank has written before is not taken for the one that it is
+    about to write.
 
     Args:
         world: This rank, and the number of ranks.
@@ -174,20 +122,13 @@ class SaveLog:
     def __init__(self, world: World) -> None:
         self._store, self._is_first = client_of(), world.is_first
         self._longest = max(_LONGEST, world.size / _LOOKS)
-        self._interval = 0
-        self._numbers: dict[str, int] = {}
-        self._saves: dict[str, dict[str, Any]] = {}
+        self._position = [0, 0]  # the interval, and the saves in it
+        self._numbers: dict[str, int] = collections.Counter()
 
     def begin_interval(self) -> None:
         """Count saves from 0 again; all ranks do so at the same point."""
-        self._interval += 1
-        self._numbers.clear()
-        self._announce()
-
-    def end(self) -> None:
-        """Note that this process ends."""
-        self._interval = sys.maxsize
-        self._announce()
+        self._position = [self._position[0] + 1, 0]
+        self._announce(_POSITION, self._position)
 
     def save(self, own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         """Let this rank write, or wait for the first rank to do so.
@@ -196,60 +137,55 @@ class SaveLog:
             own: Keras's function.
             call: Its arguments, with a `filepath`.
         """
-        model, path = call.args[0], os.fspath(call.arguments["filepath"])
-        path = path if is_remote(path) else os.path.realpath(path)
-        made = getattr(getattr(model, "optimizer", None), "iterations", None)
-        name = f"{own.__name__} {'' if made is None else int(made)} {path}"
-        number = self._numbers[name] = self._numbers.get(name, 0) + 1
-        key = f"{self._interval} {name}"
+        path = os.fspath(call.arguments["filepath"])
+        path = path if _is_remote(path) else os.path.realpath(path)
+        model = call.args[0]
+        updates = getattr(getattr(model, "optimizer", None), "iterations", None)
+        count = None if updates is None else int(updates)
+        text = f"{own.__name__} {count} {self._position[0]} {path}"
+        name = f"{_POSITION}.{hashlib.sha256(text.encode()).hexdigest()}"
+        self._numbers[name] += 1
+        self._position[1] += 1
+        number = self._numbers[name]
         if not self._is_first:
-            is_there = self._is_written(key, number, path)
-            return None if is_there else _write(own, call, model)
-        self._saves.pop(key, None)  # the newest is the last one
-        self._saves[key] = {"number": number, "state": "writing"}
-        for old in list(self._saves)[:-_SAVES]:
-            del self._saves[old]
-        self._announce()
+            return None if self._is_written(name, number, path) else _write(own, call)
+        self._announce(name, {"number": number, "state": "writing"})
+        self._announce(_POSITION, self._position)
         state = "failed"
         try:
             if self._store is not None and "overwrite" not in call.signature.parameters:
                 # Others do not export, and Keras prints the path that the user passed.
                 result = own(*call.args, **call.kwargs)
             else:
-                result = _write(own, call, model)
+                result = _write(own, call)
             state = "written"
         finally:
-            self._saves[key] = {"number": number, "state": state, **_describe(path)}
-            self._announce()
+            self._announce(name, {"number": number, "state": state, **_describe(path)})
         return result
 
-    def _announce(self) -> None:
+    def _announce(self, name: str, value: Any) -> None:
         if self._is_first and self._store is not None:
-            total = sum(self._numbers.values())
-            log = {"interval": self._interval, "total": total, "saves": self._saves}
-            self._store.put(_NAME, log)
+            self._store.put(name, value)
 
-    def _is_written(self, key: str, number: int, path: str) -> bool:
+    def _is_written(self, name: str, number: int, path: str) -> bool:
         """Wait for the first rank to make the same save; return True if it is here."""
-        total = sum(self._numbers.values())
         # Long before the watchdog may think that nobody works.
         begin_seconds = min(_BEGIN_SECONDS, (monitor.limit_of() or 120.0) / 4)
         start, pause = time.monotonic(), _SHORTEST
         while self._store is not None:
-            log = self._store.get(_NAME) or {}
-            save = log.get("saves", {}).get(key, {"number": 0})
+            position = self._store.get(_POSITION) or [0, 0]
+            save = self._store.get(name) or {"number": 0}
             has_begun = save["number"] >= number
             if has_begun and save["state"] == "failed":
                 return False  # this rank tries, and has its own error
             if has_begun and save["state"] == "written":
                 here = _describe(path)
-                if save["host"] == here["host"]:
-                    return is_remote(path) or here["stat"] is not None
-                return bool(save["stat"] == here["stat"])
+                if save["host"] != here["host"]:
+                    return bool(save["stat"] == here["stat"])
+                return _is_remote(path) or here["stat"] is not None
             # The first rank has gone on, and not by way of this save.
-            position = log.get("interval", 0), log.get("total", 0)
+            is_past = not has_begun and position >= self._position
             limit = _WRITE_SECONDS if has_begun else begin_seconds
-            is_past = not has_begun and position >= (self._interval, total)
             if is_past or time.monotonic() - start > limit:
                 return False
             time.sleep(pause)
@@ -266,100 +202,91 @@ def _describe(path: str) -> dict[str, Any]:
     return {"host": socket.gethostname(), "stat": stat}
 
 
-def new_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a new file for writing and reading, in the place of what is there.
-
-    A link that somebody else has put there is removed, and never followed.
-
-    Args:
-        path: Path of a local file, in a folder that exists.
-
-    Raises:
-        OSError: If it cannot be made.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(path)
-    return open(path, "x+b")
+def _is_remote(path: str) -> bool:
+    """Return True for an address, as `gs://…`, where files cannot be renamed."""
+    return "://" in path
 
 
-def replace(path: Any, write: Callable[[str], Any], *, num_bytes: int = 0) -> Any:
-    """Let `write` make a temporary file beside `path`, then rename it to `path`.
+def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    """Let `own` write in a folder of its own, and move each file from there as a whole.
 
-    If the disk is full or the process is killed, the file at `path` is the one before.
-    Several ranks that write the same path do not damage the file.
+    If the disk is full or the process is killed, the files are those from before, and
+    several ranks that write the same path do not damage them. A folder that is not
+    there yet is moved as a whole, and only if no other rank has done so in the
+    meantime: the files of two ranks do not fit together. In one that is there, other
+    files stay.
 
     Args:
-        path: Path of a local file, in a folder that exists.
-        write: A function that writes a file to a given path, with the same extension.
-        num_bytes: If HDF5 writes the file: its approximate size.
-
-    Returns:
-        The result of `write`.
-
-    Raises:
-        OSError: If there is no room for the file.
+        own: Keras's function.
+        call: Its arguments, with a `filepath`.
     """
+    given, path = call.arguments, os.fspath(call.arguments["filepath"])
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
-    # Always the same name: the next save overwrites what a killed process has left.
-    rank = comm.world_of_job().rank
-    part = os.path.join(folder, f".keras_dist.{rank}.{name[-200:]}")
+    is_export = "overwrite" not in call.signature.parameters
+    is_folder = is_export or given.get("zipped") is False
+    is_there = os.path.exists(target)
+    if is_export and not _is_remote(path):
+        os.makedirs(folder, exist_ok=True)
+    if (
+        _is_remote(path)
+        or (is_there and not given.get("overwrite", True))  # Keras asks the user
+        or (is_there and os.path.isfile(target) == is_folder)
+        or not (is_folder or path.endswith(_EXTENSIONS))
+        or not os.path.isdir(folder)
+    ):
+        return own(*call.args, **call.kwargs)  # or Keras raises its own error
+    draft = os.path.join(folder, f".keras_dist.{comm.world_of_job().rank}.{name}"[:200])
+    with contextlib.suppress(OSError):  # a link, which is never followed
+        os.remove(draft)
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    os.mkdir(draft)
     try:
-        new_file(part).close()  # what `write` would follow may be a link
-        if num_bytes:
-            _reserve(part, max(num_bytes, _size(target)))
-        result = write(part)
-        _settle(part)
-        with contextlib.suppress(OSError):  # keep the mode of the file before
-            shutil.copymode(target, part)
-        os.replace(part, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.remove(part)
-        raise
-    return result
-
-
-def merge(path: Any, write: Callable[[str], Any]) -> Any:
-    """Let `write` make files in a folder of its own, and move them to `path`.
-
-    For what is more than one file: a folder, or weights in several files. A folder that
-    is not there yet is moved as a whole, and only if no other rank has done so in the
-    meantime: the files of two ranks do not fit together. Into one that is there, each
-    file is moved as a whole, and what else is in it stays.
-
-    Args:
-        path: Of a local file or folder.
-        write: Makes it at the path that it is given, of the same name.
-
-    Returns:
-        What `write` returns.
-    """
-    target = os.path.realpath(path)
-    folder, name = os.path.split(target)
-    is_new = not os.path.exists(target)
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".keras_dist.", dir=folder) as own:
-        result = write(os.path.join(own, name))
+        made = os.path.join(draft, name)
+        if path.endswith((".h5", ".hdf5")):
+            _reserve(made, call.args[0])
+        there = inspect.BoundArguments(call.signature, given | {"filepath": made})
+        result = own(*there.args, **there.kwargs)
         with _locked(folder):
-            if not is_new or not os.path.isdir(os.path.join(own, name)):
-                _move_files(own, folder)
+            if is_there or not os.path.isdir(made):
+                _move_files(draft, folder)
             elif not os.path.exists(target):
-                os.rename(os.path.join(own, name), target)
+                os.rename(made, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return result
+
+
+def _reserve(path: str, model: Any) -> None:
+    """Raise if there is no room: HDF5 ends the process when a write fails."""
+    found = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(found.variables if found is not None else ())]
+    # Nearly all numbers have four bytes; HDF5 adds its headers.
+    num_bytes = sum(4 * math.prod(v.shape) + 2048 for v in variables)
+    with open(path, "xb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes + 1)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
 
 
 def _move_files(source: str, target: str) -> None:
-    for folder, _, files in os.walk(source):
+    for folder, _, names in os.walk(source):
         there = os.path.join(target, os.path.relpath(folder, source))
         os.makedirs(there, exist_ok=True)
-        for file in files:
-            os.replace(os.path.join(folder, file), os.path.join(there, file))
+        for name in names:
+            made, path = os.path.join(folder, name), os.path.join(there, name)
+            with open(made, "rb+") as file:
+                os.fsync(file.fileno())  # before the one in its place is gone
+            with contextlib.suppress(OSError):  # keep the mode of the file before
+                shutil.copymode(path, made)
+            os.replace(made, path)
 
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Inside the block, other ranks that come here for this folder wait."""
+    """Context manager in which other ranks that come here for this folder wait."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -367,55 +294,3 @@ def _locked(folder: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def is_replaceable(path: Any) -> bool:
-    """Tell whether Keras would write one local file at `path`."""
-    if not isinstance(path, (str, os.PathLike)):
-        return False
-    # Keras refuses other extensions, with an error that names the path.
-    if not str(path).endswith((".keras", ".h5", ".hdf5")):
-        return False
-    target = os.path.realpath(path)
-    if os.path.exists(target) and not os.path.isfile(target):
-        return False
-    return not is_remote(path) and os.path.isdir(os.path.dirname(target))
-
-
-def is_remote(path: Any) -> bool:
-    """Tell whether `path` is an address, as `gs://…`, where files cannot be renamed."""
-    return "://" in os.fspath(path)
-
-
-def hdf5_size(model: Any, path: Any) -> int:
-    """Estimate the size of an HDF5 file of the model's state; 0 for a `.keras` file.
-
-    There HDF5 writes to memory.
-    """
-    if str(path).endswith(".keras"):
-        return 0
-    found = getattr(model, "optimizer", None)
-    variables = [*model.variables, *(found.variables if found is not None else ())]
-    numbers = sum(math.prod(v.shape) for v in variables)
-    # Nearly all numbers have four bytes; HDF5 adds its headers.
-    return 4 * numbers + 2048 * (len(variables) + 4)
-
-
-def _size(path: str) -> int:
-    return os.path.getsize(path) if os.path.exists(path) else 0
-
-
-def _reserve(path: str, num_bytes: int) -> None:
-    """Raise if there is no room: HDF5 ends the process when a write fails."""
-    with open(path, "rb+") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-
-
-def _settle(path: str) -> None:
-    """Wait until the data is on the disk: the file must not be renamed before."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())

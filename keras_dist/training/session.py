@@ -1,10 +1,12 @@
 """What a model that trains on many ranks remembers: `Session` and `TracedFunctions`."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
@@ -12,14 +14,54 @@ from keras_dist.data.feed import Feed, own_error
 from keras_dist.errors import is_known
 from keras_dist.optimizer import StopRequest, step_context
 from keras_dist.training.metrics import UpdateCounts
-from keras_dist.training.noise import OwnNoise
 from keras_dist.training.trial import Trial
+
+_GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
 
 def _counter(value: Any) -> tf.Variable:
     # Made outside of any graph. Keras does not track it, or it would be saved.
     with tf.init_scope():
         return tf.Variable(value, trainable=False, dtype=tf.int64)
+
+
+class OwnNoise:
+    """Numbers that `tf.random` and `keras.random` draw in the steps of one model.
+
+    After `keras.utils.set_random_seed` every rank would draw the same noise for its own
+    rows. Layers such as `Dropout` have generators, which `BroadcastVariables` seeds.
+    """
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._generator: keras.random.SeedGenerator | None = None
+
+    def prepare(self) -> None:
+        """Make the generator; a step in which it is made would be traced once more."""
+        if self._seed is None:
+            self._seed = _draw_seed()
+            self._generator = keras.random.SeedGenerator(self._seed)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Context manager in which a step is traced, or runs eagerly."""
+        own, state = self._seed, private.keras_state()
+        assert own is not None  # `prepare` was called before the first step
+        before = state.get(private.SEED_GENERATOR)
+        state[private.SEED_GENERATOR] = self._generator
+        try:
+            with private.change_operation_seed(lambda seed: (seed + own) % 2**31):
+                yield
+        finally:
+            state[private.SEED_GENERATOR] = before
+
+
+def _draw_seed() -> int:
+    """Draw another seed for each model and each rank."""
+    states = random.getstate()  # if Keras makes its generator now, it draws from here
+    drawn = keras.random.randint((), 0, 2**30)  # the same on all ranks
+    random.setstate(states)
+    return (int(drawn) + comm.rank() * _GOLDEN) % 2**31
 
 
 class TracedFunctions:
@@ -73,14 +115,6 @@ class TracedFunctions:
     def next_step(self) -> Any:
         """Count a step of this fit, and return its number; in a graph or not."""
         return self._steps.assign_add(1, read_value=True)
-
-    def split(self, is_split: bool) -> None:
-        """Set whether XLA compiles parts of a step."""
-        self.is_split = is_split
-
-    def use_trial(self, trial: Trial | None, global_rows: int | None = None) -> None:
-        """Set what the steps are traced with; `None` if they have to be tried."""
-        self.trial, self.global_rows = trial, global_rows
 
     def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
@@ -285,10 +319,6 @@ class Session:
         steps, so_far, _ = tf.unstack(self.traced.rows_seen.read_value())
         self.traced.rows_seen.assign(tf.stack([steps + 1, so_far + rows, rows]))
 
-    def reset_rows_seen(self) -> None:
-        """Count from 0 again: the metrics were reset."""
-        self.traced.rows_seen.assign([0, 0, 0])
-
     def update_counts(self) -> UpdateCounts:
         """Return what the metrics have seen, in the form that the other ranks get."""
         steps, rows, last_rows = self.traced.rows_seen.numpy().tolist()
@@ -296,10 +326,6 @@ class Session:
         # All of its batches may have been copies.
         has_rows = has_rows and (rows > 0 or not steps)
         return UpdateCounts(rows, steps, last_rows, has_rows)
-
-    def train_rows(self, rows: Any) -> None:
-        """Count the rows of a train step; in a graph or not."""
-        self.traced.rows_trained.assign_add(tf.cast(rows, tf.int64))
 
     def reset_rows_trained(self) -> None:
         """Count from 0 again: an epoch begins."""
@@ -328,17 +354,13 @@ class Session:
             return False
         return self.evaluation is None or self.evaluation.is_of_all
 
-    def end_steps(self) -> None:
-        """Note that Keras's loop has its result over all ranks.
+    def set_awaited(self, is_awaited: bool) -> None:
+        """Note that Keras's loop has its result over all ranks, or goes on from there.
 
         A callback may take one at any batch; more steps come then.
         """
-        self.is_awaited = self.evaluation is None
-
-    def end_opening(self) -> None:
-        """Note that the validation data is open, or that there is none."""
         if self.evaluation is None:
-            self.is_awaited = False
+            self.is_awaited = is_awaited
 
     @contextlib.contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:

@@ -16,7 +16,12 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.lines import warn
-from keras_dist.training.metrics import merges, rule_of, stateful_metrics
+from keras_dist.training.metrics import (
+    combine,
+    combine_states,
+    rule_of,
+    stateful_metrics,
+)
 from keras_dist.training.remember import preserve_variables
 
 # Values of variables after a run, by the variable's id. A tensor and a variable that
@@ -134,24 +139,15 @@ def _compare_metrics(
     differences = []
     for metric in stateful_metrics(model.metrics):
         variables = metric.variables
-        before = [comm.to_array(v) for v in variables]
         expected_state, *states = (
             [state[id(variable)].numpy() for variable in variables]
             for state in (whole, *parts)
         )
         with preserve_variables(variables):
-            _assign(variables, expected_state)
+            for variable, value in zip(variables, expected_state, strict=True):
+                variable.assign(value)
             expected = _result(metric)
-            if merges(metric):
-                metric.merge_states(states)
-            else:
-                values = [
-                    _combine(rule_of(variable), start, after, fractions)
-                    for variable, start, after in zip(
-                        variables, before, zip(*states, strict=True), strict=True
-                    )
-                ]
-                _assign(variables, values)
+            combine_states(metric, states, fractions)
             found = _result(metric)
         numbers = _largest_difference(expected, found)
         if numbers is not None:
@@ -181,30 +177,11 @@ def _compare_weights(
         rule = rule_of(variable)
         if rule == "mean" and before.dtype.kind != "f":
             rule = "first"  # a counter of steps
-        combined = _combine(rule, before, after[1:], fractions)
+        combined = combine(rule, after[1:], fractions, before)
         values = _largest_difference(after[0], combined)
         if values is not None:
             differences.append(StateDifference("weight", variable.path, values))
     return differences
-
-
-def _combine(
-    rule: str,
-    before: np.ndarray,
-    states: Sequence[np.ndarray],
-    fractions: Sequence[float],
-) -> np.ndarray:
-    """Combine values of parts as values of ranks are (`metrics.rule_of`)."""
-    if rule == "first":
-        return states[0]
-    factors = fractions if rule == "mean" else [1] * len(states)
-    pairs = zip(states, factors, strict=True)
-    return before + np.sum([(value - before) * f for value, f in pairs], axis=0)
-
-
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(keras.ops.cast(value, variable.dtype))
 
 
 def _result(metric: Any) -> np.ndarray | None:

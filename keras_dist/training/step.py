@@ -21,11 +21,9 @@ from keras_dist.optimizer import (
     step_context,
 )
 from keras_dist.training import build, losses, metrics, trial
-from keras_dist.training.autotune import WithoutAutotune
 from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
-from keras_dist.training.saving import SavesWhole
 from keras_dist.training.session import Session, session_of
 
 
@@ -36,11 +34,10 @@ def build_now(model: Any, data: Any) -> None:
         model: A model on which `install` was called.
         data: Its first batch.
     """
-    own_step = own_train_step(model)
-    build.build(model, build.OwnStep(own_step, data, is_eager=model.run_eagerly))
+    build.build(model, own_train_step(model), data, is_eager=model.run_eagerly)
 
 
-class DistributedStep(SavesWhole, WithoutAutotune):
+class DistributedStep:
     """Mixin for a model: the methods that Keras's loops call, on many ranks."""
 
     _distributed_session: Session
@@ -56,6 +53,7 @@ class DistributedStep(SavesWhole, WithoutAutotune):
         batch = follow_last_update(self, batch)
         with (
             step_context.entered(describe_step(self, batch)),
+            step_context.run_inline(),
             only_attached(),
             session_of(self).traced.noise.drawing(),
             wait_for_batch(self, batch),
@@ -89,7 +87,7 @@ class DistributedStep(SavesWhole, WithoutAutotune):
         check_again(self)
         asked = self.jit_compile
         is_split = bool(asked) and comm.size() > 1
-        session.traced.split(is_split)
+        session.traced.is_split = is_split
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not is_split
         try:
@@ -121,7 +119,7 @@ class DistributedStep(SavesWhole, WithoutAutotune):
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         super().compile(*args, **kwargs)  # type: ignore[misc]
-        self._distributed_session.traced.use_trial(None)
+        self._distributed_session.traced.trial = None
         for prepare in self._distributed_session.on_compile:
             prepare()
 
@@ -130,8 +128,8 @@ class DistributedStep(SavesWhole, WithoutAutotune):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
-        self._distributed_session.reset_rows_seen()
-        self._distributed_session.end_opening()
+        self._distributed_session.traced.rows_seen.assign([0, 0, 0])
+        self._distributed_session.set_awaited(False)
         super().reset_metrics()  # type: ignore[misc]
 
     def get_metrics_result(self: Any) -> Any:
@@ -145,7 +143,7 @@ class DistributedStep(SavesWhole, WithoutAutotune):
         if comm.size() == 1 or not session.is_of_all():
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
         results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
-        session.end_steps()
+        session.set_awaited(True)
         return results
 
     @property
@@ -202,7 +200,7 @@ def count_rows(model: Any, data: Any) -> Batch:
     data, has_rows = session.split_mark(data)
     length = num_rows(data)
     rows = length if has_rows is None else tf.where(has_rows, length, 0)
-    session.train_rows(rows)
+    session.traced.rows_trained.assign_add(tf.cast(rows, tf.int64))
     if comm.size() > 1:
         session.see_rows(rows)
     return Batch(data, rows, length, has_rows)
@@ -304,7 +302,7 @@ def compute_gradients(model: Any, step: Callable[[Any], Any], batch: Batch) -> A
     reason = recorded.why_not(batch.data)
     if reason is None:
         return recorded.run(batch.data)
-    session.traced.split(False)
+    session.traced.is_split = False
     if comm.rank() == 0:
         warn(f"Training without XLA: {reason}.")
     return step(batch.data)
@@ -353,8 +351,8 @@ def _start(model: Any, data: Any) -> None:
         trial.warn(model, result)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {result}")
-    global_rows = int(comm.sum(int(num_rows(data))))
-    session.traced.use_trial(result or trial.Trial(), global_rows)
+    session.traced.trial = result or trial.Trial()
+    session.traced.global_rows = int(comm.sum(int(num_rows(data))))
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:

@@ -185,7 +185,7 @@ def assert_equal(name, *, batch="global", **compiled):
     assert not [text for text in messages if "one process" in text], messages
 
 
-QUICK = {"masked_mean", "ratio", "neighbors", "dice", "ignore_class"}
+QUICK = {"masked_mean", "neighbors", "ignore_class"}
 
 
 @pytest.mark.three_ranks

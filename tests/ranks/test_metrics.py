@@ -287,20 +287,6 @@ def test_a_metric_may_have_its_own_rule(world):
 
 
 @pytest.mark.several_ranks
-def test_the_plan_names_metrics_that_are_not_summed(world, rows, make_model, capsys):
-    """Before the first batch, on the first rank."""
-    metrics = [Largest(), Rows(), InPython(), "mae", keras.metrics.F1Score("micro")]
-    model = make_model(metrics=metrics)
-    keras_dist.dist_fit(model, rows[0], rows[1][:, None], batch_size=64, verbose=2)
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    if world.rank == 0:
-        assert "largest: by its own merge_states; rows: state averaged by rows" in text
-        assert "in_python: result averaged by rows" in text
-        box = text.split("╰")[0]
-        assert "mae:" not in box and "f1_score:" not in box
-
-
-@pytest.mark.several_ranks
 def test_different_metrics_on_the_ranks_are_an_error(world, rows, make_model):
     """Names and shapes are compared before the collective."""
     last = world.size - 1

@@ -51,12 +51,7 @@ def patched(model):
         keras.metrics.Mean.update_state,
     )
     return {
-        "class of the model": (
-            type(model),
-            type(model).save,
-            type(model).save_weights,
-            type(model.distribute_strategy),
-        ),
+        "class of the model": type(model),
         "class of the outermost optimizer": type(model.optimizer),
         "class of each innermost optimizer": (
             type(model.optimizer).learning_rate,
@@ -68,6 +63,9 @@ def patched(model):
         ],
         "class of the model's losses and `Mean` trackers": type(model.metrics[0]),
         "`Optimizer.apply`": methods,
+        "`experimental_distribute_dataset`": type(
+            tf.distribute.get_strategy()
+        ).experimental_distribute_dataset,
         "`jit_compile`": (model.jit_compile, model.train_function),
         "`result` of metrics without variables": [
             vars(metric).get("result") for metric in model.metrics

@@ -144,8 +144,14 @@ def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
 
 @pytest.mark.three_ranks
 def test_the_first_rank_alone_writes(model, folder, monkeypatch):
-    """Once, however late it comes; a second save of the same path is another one."""
+    """Once, however late it comes; a second save of the same path is another one.
+
+    A link that somebody has put where it writes is not followed.
+    """
     written = []
+    (folder / "other").write_text("tea")
+    if keras_dist.rank() == 0:
+        (folder / ".keras_dist.0.m.keras").symlink_to(folder / "other")
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *a: (written.append(a), replace(*a)))
     for late in (0, keras_dist.size() - 1):
@@ -160,6 +166,7 @@ def test_the_first_rank_alone_writes(model, folder, monkeypatch):
         )
         met()
     assert on_all(len(written)) == [2] + [0] * (keras_dist.size() - 1)
+    assert (folder / "other").read_text() == "tea"
 
 
 @pytest.mark.three_ranks

@@ -6,6 +6,7 @@ import weakref
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from claims import assert_equal_to_the_bit, largest_difference, slow_on_three
 
 import keras_dist
@@ -104,33 +105,10 @@ def test_what_a_graph_holds_is_traced_again_where_it_differs(rows):
 
 @pytest.mark.several_ranks
 def test_all_ranks_trace_if_one_has_to(rows, world):
-    """A rank that has compiled again does not leave the others in their step."""
-    x, y = (array[:96] for array in rows)
-    model = make()
-    dist_fit(model, x, y)
-    if world.rank == 1:
-        optimizer = model.optimizer
-        model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=False)
-    dist_fit(model, x, y)
-    assert len(model.optimizer.noted) == 8
-    assert_equal_to_the_bit(model)
+    """Where one has compiled, and after an error; not where one has set its weights.
 
-
-def test_weights_that_one_rank_has_set_are_copied_before_the_first_step(rows, world):
-    """Also if its step was traced in the fit before."""
-    x, y = (array[:96] for array in rows)
-    model = make()
-    dist_fit(model, x, y)
-    if world.rank == 1:
-        model.set_weights([weight + 1 for weight in model.get_weights()])
-    dist_fit(model, x, y)
-    assert len(model.optimizer.noted) == 4
-    assert_equal_to_the_bit(model)
-
-
-@pytest.mark.several_ranks
-def test_an_error_lets_the_next_fit_trace_again(rows):
-    """What has failed once is not used again."""
+    Weights are copied before the first step, also of a function that was traced before.
+    """
     x, y = (array[:96] for array in rows)
 
     class Fails(keras.callbacks.Callback):
@@ -138,11 +116,60 @@ def test_an_error_lets_the_next_fit_trace_again(rows):
             raise KeyError("tea")
 
     model = make()
+    dist_fit(model, x, y)
+    if world.rank == 1:
+        model.set_weights([weight + 1 for weight in model.get_weights()])
+    dist_fit(model, x, y)
+    assert len(model.optimizer.noted) == 4
+    assert_equal_to_the_bit(model)
+    if world.rank == 1:
+        optimizer = model.optimizer
+        model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=False)
+    dist_fit(model, x, y)
+    assert len(model.optimizer.noted) == 8
     with pytest.raises((KeyError, RuntimeError), match="tea"):
         dist_fit(model, x, y, callbacks=[Fails()])
     dist_fit(model, x, y)
-    assert len(model.optimizer.noted) == 8
+    assert len(model.optimizer.noted) == 12
     assert_equal_to_the_bit(model)
+
+
+class CallsFunction(keras.Sequential):
+    """A step of which a function of TensorFlow, with a branch, is a part."""
+
+    @tf.function
+    def update(self, x, y):
+        """One update."""
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x, training=True)[:, 0]))
+            if loss > 1e9:
+                loss *= 2.0
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return loss
+
+    def train_step(self, data):
+        return {"loss": self.update(*data)}
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"jit_compile": True}, marks=pytest.mark.long)]
+)
+def test_a_function_in_a_step_keeps_no_trace(rows, options):
+    """After `compile`, the next fit would use tensors of the last one."""
+    x, y = (array[:96] for array in rows)
+    found = []
+    for fit in (plain_fit, dist_fit):
+        keras.utils.set_random_seed(3)
+        model = CallsFunction([keras.Input((5,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        for _ in range(2):
+            model.compile(optimizer, **(options if fit is dist_fit else {}))
+            fit(model, x, y)
+        found.append(model)
+    assert largest_difference(found[1], found[0]) < 1e-5
+    assert_equal_to_the_bit(found[1])
 
 
 def test_no_data_outlives_a_fit(rows):

@@ -125,7 +125,9 @@ def messages_of(middle=(), metrics=(), **compiled):
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("how", [{}, {"run_eagerly": True}])
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"run_eagerly": True}, marks=pytest.mark.long)]
+)
 def test_what_does_not_add_up_is_said_once(world, how):
     """With the value of the batch, and the value of its parts."""
     metrics = [dice, mean_error, PerBatch(), "mae", keras.metrics.AUC(name="auc")]

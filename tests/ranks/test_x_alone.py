@@ -140,6 +140,8 @@ KINDS = {
     "generator": (generator, [tuple_of_one, dict_in_tuple]),
 }
 LONG = {"arrays-as_dict", "sequence-pair_in_tuple", "generator-dict_in_tuple"}
+LONG |= {"sequence-alone", "data set-pair_in_tuple", "data set-as_dict"}
+LONG |= {"data set-alone", "filtered-tuple_of_one"}
 CASES = [
     pytest.param(kind(wrap), id=name, marks=[pytest.mark.long] if name in LONG else [])
     for title, (kind, wraps) in KINDS.items()

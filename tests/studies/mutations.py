@@ -69,8 +69,8 @@ MUTATIONS = [
     Mutation(
         "files: replaced as a whole",
         "training/saving.py",
-        'part = os.path.join(folder, f".keras_dist.{rank}.{name[-200:]}")',
-        "part = target",
+        "made = os.path.join(draft, name)",
+        "made = target",
         ("test_user_callbacks.py", "full_disk"),
     ),
     Mutation(
@@ -268,8 +268,8 @@ MUTATIONS = [
     Mutation(
         "metrics: a rank without rows does not count",
         "training/metrics.py",
-        '"sum": seen[rank].has_rows,',
-        '"sum": True,',
+        "counted = [report for report in reports if report.seen.has_rows]",
+        "counted = reports",
         ("test_metrics.py", "every_metric"),
     ),
     Mutation(
