@@ -154,12 +154,17 @@ def combine(
     if rule == "sum":
         dtype = np.int64 if values[0].dtype.kind in "iub" else np.float64
         start = np.asarray(start).astype(dtype)
-        return start + sum(value.astype(dtype) - start for value in values)
-    return sum(value.astype(np.float64) * fraction for value, fraction in pairs)
+        terms = [value.astype(dtype) - start for value in values]
+        return start + np.sum(terms, axis=0)
+    terms = [value.astype(np.float64) * fraction for value, fraction in pairs]
+    return np.sum(terms, axis=0)
 
 
 def combine_states(
-    metric: Any, states: Sequence[Sequence[np.ndarray]], fractions: Sequence[float]
+    metric: Any,
+    states: Sequence[Sequence[np.ndarray]],
+    fractions: Sequence[float],
+    starts: Sequence[Any] | None = None,
 ) -> None:
     """Give a metric the state over the rows of several ranks.
 
@@ -167,12 +172,14 @@ def combine_states(
         metric: The metric.
         states: For each rank that has rows, the values of its `variables`.
         fractions: Of all rows that the ranks have seen.
+        starts: What all ranks had before, if not 0.
     """
     if merges(metric):
         metric.merge_states(states)
         return
-    for variable, *values in zip(metric.variables, *states, strict=True):
-        value = combine(rule_of(variable), values, fractions)
+    starts = starts or [0] * len(metric.variables)
+    for variable, start, *values in zip(metric.variables, starts, *states, strict=True):
+        value = combine(rule_of(variable), values, fractions, start)
         if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
             value = np.rint(value)  # an average of integers
         variable.assign(keras.ops.cast(value, variable.dtype))

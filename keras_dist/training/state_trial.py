@@ -143,11 +143,12 @@ def _compare_metrics(
             [state[id(variable)].numpy() for variable in variables]
             for state in (whole, *parts)
         )
+        starts = [comm.to_array(variable) for variable in variables]
         with preserve_variables(variables):
             for variable, value in zip(variables, expected_state, strict=True):
                 variable.assign(value)
             expected = _result(metric)
-            combine_states(metric, states, fractions)
+            combine_states(metric, states, fractions, starts)
             found = _result(metric)
         numbers = _largest_difference(expected, found)
         if numbers is not None:
