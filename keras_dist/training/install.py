@@ -140,8 +140,7 @@ def turn_off_tuning() -> contextlib.AbstractContextManager[None]:
         return plain(as_untuned(dataset), options)
 
     strategy = type(tf.distribute.get_strategy())
-    method = strategy, "experimental_distribute_dataset"
-    return mixin.replace_methods({method: read})
+    return mixin.replace_method(strategy, "experimental_distribute_dataset", read)
 
 
 @contextlib.contextmanager
