@@ -87,7 +87,7 @@ class DistributedStep:
         check_again(self)
         asked = self.jit_compile
         is_split = bool(asked) and comm.size() > 1
-        session.traced.is_split = is_split
+        session.traced.split(is_split)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not is_split
         try:
@@ -119,7 +119,7 @@ class DistributedStep:
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         super().compile(*args, **kwargs)  # type: ignore[misc]
-        self._distributed_session.traced.trial = None
+        self._distributed_session.traced.use_trial(None)
         for prepare in self._distributed_session.on_compile:
             prepare()
 
@@ -302,7 +302,7 @@ def compute_gradients(model: Any, step: Callable[[Any], Any], batch: Batch) -> A
     reason = recorded.why_not(batch.data)
     if reason is None:
         return recorded.run(batch.data)
-    session.traced.is_split = False
+    session.traced.split(False)
     if comm.rank() == 0:
         warn(f"Training without XLA: {reason}.")
     return step(batch.data)
@@ -351,8 +351,8 @@ def _start(model: Any, data: Any) -> None:
         trial.warn(model, result)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {result}")
-    session.traced.trial = result or trial.Trial()
-    session.traced.global_rows = int(comm.sum(int(num_rows(data))))
+    global_rows = int(comm.sum(int(num_rows(data))))
+    session.traced.use_trial(result or trial.Trial(), global_rows)
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
