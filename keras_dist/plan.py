@@ -106,9 +106,8 @@ class Plan:
             lines.append(
                 ("XLA", "forward and backward, then update; averaging between")
             )
-        if self.size > 1:
-            if self.outputs:
-                lines.append(("first rank", f"runs {', '.join(self.outputs)}"))
+        if self.size > 1 and self.outputs:
+            lines.append(("first rank", f"runs {', '.join(self.outputs)}"))
         return lines
 
     def __str__(self) -> str:
