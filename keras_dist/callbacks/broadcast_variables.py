@@ -82,10 +82,8 @@ class BroadcastVariables(keras.callbacks.Callback):
             return
         _check_averages(self.model)
         variables, seeds = state_variables(self.model), seed_states(self.model)
-        comm.agree(
-            _facts(variables, seeds),
-            advice="Create the same model and the same optimizer on every rank.",
-        )
+        count = {"the number of random generators": len(seeds)}
+        comm.agree_on_variables(variables, count)
         agree_on_constants(self.model)
         comm.broadcast_variables(variables, self.root_rank)
         if comm.rank() != self.root_rank:
@@ -130,17 +128,6 @@ def state_variables(model: Any) -> list[Any]:
 def seed_states(model: Any) -> list[Any]:
     """List the states of the model's generators of random numbers."""
     return [v for v in model.variables if v.name == "seed_generator_state"]
-
-
-def _facts(variables: list[Any], seeds: list[Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "the number of variables": len(variables),
-        "the number of random generators": len(seeds),
-    }
-    for index, variable in enumerate(variables):
-        kind = f"{tuple(variable.shape)} {variable.dtype}"
-        facts[f"the shape of variable {index}"] = kind
-    return facts
 
 
 def _seed_of_rank(state: np.ndarray, distance: int) -> np.ndarray:

@@ -42,7 +42,7 @@ class Saved:
         warmup_steps: Length of the learning rate's warm-up.
         callbacks: State of each callback on the first rank.
         ranks: For each rank, the state that differs from the first rank's.
-        model: Layers, optimizers and shapes that the model must have.
+        model: Optimizers and shapes that the model must have.
         arrays: Weights and optimizer state; on the first rank only.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
     """
@@ -55,7 +55,7 @@ class Saved:
     warmup_steps: int
     callbacks: dict[str, Any]
     ranks: list[Any]
-    model: dict[str, Any]
+    model: list[str]
     arrays: list[Any]
     keras_seed: int | None = None
 

@@ -1,6 +1,7 @@
 """The state of a training: of the model, its callbacks and random generators."""
 
 import contextlib
+import itertools
 import random
 import time
 from collections import Counter
@@ -26,36 +27,30 @@ from keras_dist.training.metrics import (
 from keras_dist.training.session import session_of
 
 
-def describe_model(model: Any) -> dict[str, Any]:
-    """Layers, optimizers and shapes that a model must have to take a checkpoint."""
-    return {
-        "layers": [type(layer).__name__ for layer in getattr(model, "layers", [])],
-        "optimizers": [leaf.__class__.__name__ for leaf in _leaves(model)],
-        "variables": [
-            f"{tuple(variable.shape)} {variable.dtype}"
-            for variable in state_variables(model)
-        ],
-    }
+def describe_model(model: Any) -> list[str]:
+    """List the optimizers and shapes that a model must have to take a checkpoint."""
+    variables = [f"{tuple(v.shape)} {v.dtype}" for v in state_variables(model)]
+    return [type(leaf).__name__ for leaf in _leaves(model)] + variables
 
 
-def check_fits(model: Any, facts: dict[str, Any]) -> None:
+def check_fits(model: Any, saved: list[str]) -> None:
     """Check that a checkpoint is of this model.
 
     Args:
         model: The built model.
-        facts: The `describe_model` the saved model.
+        saved: The `describe_model` of the saved model.
 
     Raises:
         ValueError: If it is of another model, with the first difference.
     """
-    own = describe_model(model)
-    for name, saved in facts.items():
-        if saved != own[name]:
-            before, now = _first_difference(saved, own[name])
+    pairs = itertools.zip_longest(describe_model(model), saved, fillvalue="nothing")
+    for now, before in pairs:
+        if now != before:
             raise ValueError(
                 "The folder has checkpoints of another model. Received: a model whose "
-                f"{name} differ from the checkpoint: {now} instead of {before}. "
-                "Pass an empty folder to train this model from the beginning."
+                "optimizers or variables differ from the checkpoint: "
+                f"{now} instead of {before}. Pass an empty folder to train this model "
+                "from the beginning."
             )
 
 
@@ -176,18 +171,23 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
             f"metrics. Received: metrics with states of the shapes {shapes}, and a "
             "checkpoint with others. Compile the same metrics, or pass an empty folder."
         )
-    is_same = len(ranks) == comm.size()
-    own = ranks[comm.rank()] if is_same else _merge_metrics(pieces, ranks)
-    steps, rows, last = own["seen"]
-    if is_same or comm.rank() == 0:
+    if len(ranks) == comm.size():
+        own = ranks[comm.rank()]
         for part, values in zip(pieces, own["metrics"], strict=True):
             for variable, value in zip(part.variables, values, strict=True):
                 variable.assign(keras.ops.cast(value, variable.dtype))
-    else:
-        rows = 0
+        session.restore_rows(own["rows"], own["seen"])
+        return
+    steps, rows, last = zip(*(own["seen"] for own in ranks), strict=True)
+    if comm.rank() == 0:
+        counts = [UpdateCounts(*pair) for pair in zip(rows, steps, strict=True)]
+        for index, metric in enumerate(pieces):
+            by_rank = [own["metrics"][index] for own in ranks]
+            combine_states(metric, by_rank, weights(counts))
     # Statistics are weighted by these rows; the rate of the epoch is not.
-    rows_trained = own["rows"] if is_same else own["rows"] // comm.size()
-    session.restore_rows(rows_trained, [steps, rows, last])
+    trained = sum(own["rows"] for own in ranks) // comm.size()
+    seen = sum(rows) if comm.rank() == 0 else 0
+    session.restore_rows(trained, [max(steps), seen, last[0]])
 
 
 def _accumulators(model: Any) -> list[Any]:
@@ -206,7 +206,7 @@ def _merge_ranks(
     """Merge, on the first rank, the variables that differ between the ranks."""
     by_rule = variables_by_rule(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
-    rule_by_id |= {id(accumulator): "sum" for accumulator in _accumulators(model)}
+    accumulated = {id(accumulator) for accumulator in _accumulators(model)}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
     differing = {int(index) for own in ranks for index in own["variables"]}
@@ -217,38 +217,13 @@ def _merge_ranks(
             continue
         first = comm.to_array(variable)
         values = [own["variables"].get(str(index), first) for own in ranks]
-        if rule != "first" and rows.sum():
+        if id(variable) in accumulated:
+            variable.assign(sum(values))
+        elif rule != "first" and rows.sum():
             fractions = rows / rows.sum()
             start = start_of.get(id(variable), 0)
             value = combine(rule, values, fractions, start)
             variable.assign(value.astype(first.dtype))
-
-
-def _merge_metrics(metrics: Sequence[Any], ranks: Sequence[Any]) -> dict[str, Any]:
-    """Merge the own states of all ranks into that of one rank."""
-    seen = [UpdateCounts(own["seen"][1], own["seen"][0]) for own in ranks]
-    fractions = weights(seen)
-    merged = []
-    for index, metric in enumerate(metrics):
-        if comm.rank() == 0:
-            combine_states(metric, [own["metrics"][index] for own in ranks], fractions)
-        merged.append([comm.to_array(variable) for variable in metric.variables])
-    return {
-        "metrics": merged,
-        "rows": sum(own["rows"] for own in ranks),
-        "seen": [
-            max(own["seen"][0] for own in ranks),
-            sum(own["seen"][1] for own in ranks),
-            ranks[0]["seen"][2],
-        ],
-    }
-
-
-def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> tuple[Any, Any]:
-    for old, new in zip(before, now, strict=False):
-        if old != new:
-            return old, new
-    return f"{len(before)} of them", f"{len(now)}"
 
 
 # Keras negates `min_delta` when it finds out that less is better. If it were restored,

@@ -16,6 +16,7 @@
 
 from keras_dist.comm.agreement import (
     agree,
+    agree_on_variables,
     first_rank,
     together,
 )

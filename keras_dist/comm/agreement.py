@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -74,6 +74,21 @@ def agree(
                     f"The ranks disagree on {name}{also}. Received: {received}. "
                     f"{advice}"
                 )
+
+
+def agree_on_variables(variables: Sequence[Any], facts: Mapping[str, Any]) -> None:
+    """Raise the same error on all ranks if variables differ in number, shape or dtype.
+
+    Args:
+        variables: Of Keras or TensorFlow.
+        facts: More values that must be equal on all ranks, as in `agree`.
+    """
+    kinds = [f"{tuple(v.shape)} {tf.as_dtype(v.dtype).name}" for v in variables]
+    shapes = {f"the shape of variable {i}": kind for i, kind in enumerate(kinds)}
+    agree(
+        {**facts, "the number of variables": len(kinds), **shapes},
+        advice="Create the same model and the same optimizer on every rank.",
+    )
 
 
 @contextlib.contextmanager

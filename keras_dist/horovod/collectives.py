@@ -8,7 +8,7 @@ forever. On one process, where Horovod does not run, a collective returns its in
 import contextlib
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -289,7 +289,7 @@ def broadcast_variables(
         # What the first trace of a function creates has values in its second trace.
         found = [one for one in variables if _plain(one).is_initialized()]
         if process_set is None:
-            _check_same(found, root_rank)
+            comm.agree_on_variables(found, {"`root_rank`": root_rank})
             comm.broadcast_variables(found, root_rank)
             return
         for variable in found:
@@ -303,15 +303,6 @@ def _check_root(root_rank: int, process_set: Any) -> None:
             f"`root_rank` must be a rank of {list(members)}. "
             f"Received: root_rank={root_rank}"
         )
-
-
-def _check_same(variables: Sequence[Any], root_rank: int) -> None:
-    """Raise an error on all ranks if their variables differ in number, shape, dtype."""
-    kinds = [f"{tuple(v.shape)} {tf.as_dtype(v.dtype).name}" for v in variables]
-    facts = {"`root_rank`": root_rank, "the number of variables": len(kinds)}
-    shapes = {f"the shape of variable {i}": kind for i, kind in enumerate(kinds)}
-    advice = "Create the same model and the same optimizer on every rank."
-    comm.agree({**facts, **shapes}, advice=advice)
 
 
 def mark_reduced(tensor: Any) -> Any:
