@@ -65,14 +65,11 @@ class AveragingState:
         options: The options of the averaging.
         number: Part of the names of its collectives; `None` before the ranks have
             compared their gradients' shapes and dtypes.
-        is_merged: Whether repeated rows of sparse gradients are added up before the
-            exchange; `None` before the first of them.
         lookups: Which tables are read once for all rows of a batch.
     """
 
     options: Averaging
     number: int | None = None
-    is_merged: bool | None = None
     lookups: Lookups = field(default_factory=Lookups)
 
 
@@ -102,7 +99,7 @@ def reduce_gradients(
         return list(gradients)
     if state.number is None:
         number = next(_numbers)
-        _check_same_gradients(gradients, known, state.options, number)
+        _check_same_gradients(optimizer, gradients, known, number)
         state.number = number
     if accumulates(optimizer) and not optimizer.built:
         with tf.init_scope():
@@ -180,7 +177,7 @@ def _average(
         local = [map_values(context.counted, gradient) for gradient in local]
     variables = [variable for _, variable in pairs]
     name = f"keras_dist.gradients.{state.number}"
-    is_merged = _is_merged(optimizer, local)
+    is_merged = sparse.is_merged(optimizer)
     prepare = lookups.unmark if is_merged else lookups.prepare
     local = [
         _keep_counted(prepare(*pair)) for pair in zip(local, variables, strict=True)
@@ -223,20 +220,6 @@ def _keep_counted(gradient: Any) -> Any:
 def _num_slices(gradient: Any) -> Any:
     is_slices = isinstance(gradient, tf.IndexedSlices)
     return tf.shape(gradient.indices)[0] if is_slices else None
-
-
-def _is_merged(optimizer: Any, gradients: Sequence[Any]) -> bool:
-    """Return True if repeated rows are added up before they are sent; on all ranks."""
-    state: AveragingState = optimizer._averaging
-    if not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return False
-    if state.is_merged is None:
-        is_merged = sparse.may_merge(optimizer)
-        if not is_merged:
-            with tf.init_scope():
-                is_merged = not all(comm.gather(sparse.is_ordered()))
-        state.is_merged = is_merged
-    return state.is_merged
 
 
 def _accumulate(
@@ -444,22 +427,21 @@ def _describe_skipped(ranks: str) -> RuntimeError:
 
 
 def _check_same_gradients(
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    options: Averaging,
-    number: int,
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], number: int
 ) -> None:
     """Check that all ranks have gradients of the same kinds and shapes.
 
     Args:
+        optimizer: An optimizer that averages.
         gradients: Those of this rank; `None` where there is none.
         variables: Their variables.
-        options: How they are going to be averaged.
         number: The number in the names of their collectives.
 
     Raises:
         ValueError: On all ranks, if some differ.
     """
+    options = optimizer._averaging.options
+    has_slices = any(isinstance(each, tf.IndexedSlices) for each in gradients)
     # Only at the first update, which all ranks trace. Later, a single rank may trace
     # again, when its last batch has a new shape.
     names = [f"gradient {index}" for index in range(len(gradients))]
@@ -471,6 +453,7 @@ def _check_same_gradients(
                 "the number of gradients": len(gradients),
                 "`op` and `compression`": (options.op, options.compression),
                 "the number of optimizers that averaged before": number,
+                "whether rows are merged": has_slices and sparse.is_merged(optimizer),
             }
             | dict(zip(names, kinds, strict=True)),
             names={n: f"of {p}" for n, p in zip(names, paths, strict=True)},

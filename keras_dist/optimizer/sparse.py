@@ -208,14 +208,18 @@ def _captured(tensor: Any) -> Any:
     return None
 
 
-def may_merge(optimizer: Any) -> bool:
-    """Return True if an update is the same if repeated rows are added up before it.
+def is_merged(optimizer: Any) -> bool:
+    """Return True if repeated rows are added up before they are sent.
 
-    It is so for an optimizer that computes with gradients only what is linear in them,
-    and for those that accumulate, since Keras then adds up whole gradients first. Most
-    square each slice, and clip by each slice, too. What an optimizer of the user does
-    is not known.
+    That changes nothing for an optimizer that computes with gradients only what is
+    linear in them, and for those that accumulate, since Keras then adds up whole
+    gradients first. Most square each slice, and clip by each slice, too. What an
+    optimizer of the user does is not known. Operations on a GPU would add up repeated
+    rows in another order each time, and the weights of the ranks drift apart by
+    roundings.
     """
+    if tf.config.get_visible_devices("GPU"):
+        return True
     outer = nested_optimizers(optimizer)
     wrappers = outer if leaves(optimizer) != outer[-1:] else outer[:-1]
     inner = leaves(optimizer)  # none before a `MultiOptimizer` is built
@@ -237,15 +241,6 @@ def _is_of_keras(optimizer: Any) -> bool:
     """Return True if the class is Keras's own, and not derived from it by a user."""
     own = optimizer.__class__
     return getattr(keras.optimizers, own.__name__, None) is own
-
-
-def is_ordered() -> bool:
-    """Return True if this rank adds up repeated rows in the same order each time.
-
-    Operations on a GPU do not, and then the weights of the ranks would drift apart by
-    roundings.
-    """
-    return not tf.config.get_visible_devices("GPU")
 
 
 def with_shape(gradient: Any, variable: Any) -> Any:

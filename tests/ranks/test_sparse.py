@@ -377,16 +377,19 @@ def all_merged(step):
 
 
 @pytest.mark.several_ranks
-def test_a_gpu_on_one_rank_makes_all_ranks_merge(world, monkeypatch):
-    """Its operations add repeated rows in any order: the ranks would drift apart.
+def test_ranks_on_gpus_merge_rows(world, monkeypatch):
+    """Their operations add repeated rows in any order: the ranks would drift apart.
 
-    So Adam gets each row once.
+    So Adam gets each row once. A GPU on some ranks only is an error.
     """
     with models_in("float64"):
         repeated = on_ranks(make_optimizer("Adam {}"))
-        monkeypatch.setattr(sparse, "is_ordered", lambda: world.rank != 1)
+        monkeypatch.setattr(sparse, "is_merged", lambda _: True)
         expected = updates(make_optimizer("Adam {}"), all_merged, "float64")
         merged = on_ranks(make_optimizer("Adam {}"))
+        monkeypatch.setattr(sparse, "is_merged", lambda _: world.rank == 1)
+        with pytest.raises(ValueError, match="disagree on whether rows are merged"):
+            on_ranks(make_optimizer("Adam {}"))
     assert difference_of_states(merged, expected) <= 1e-10
     assert difference_of_states(repeated, merged) > 1e-3
 
