@@ -78,6 +78,14 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     def broadcast(self) -> None:
         """Broadcast now: called when the model is built, before the first step."""
+        self._copy()
+        if comm.rank() != self.root_rank:
+            # Ranks add theirs to the root's accumulated gradients, which count once.
+            for outer in optimizer.optimizers_of(self.model):
+                for accumulator in optimizer.own_sums(outer):
+                    accumulator.assign(keras.ops.zeros_like(accumulator))
+
+    def _copy(self) -> None:
         if comm.size() == 1:
             return
         _check_averages(self.model)
@@ -86,11 +94,6 @@ class BroadcastVariables(keras.callbacks.Callback):
         comm.agree_on_variables(variables, count)
         agree_on_constants(self.model)
         comm.broadcast_variables(variables, self.root_rank)
-        if comm.rank() != self.root_rank:
-            # Ranks add theirs to the root's accumulated gradients, which count once.
-            for outer in optimizer.optimizers_of(self.model):
-                for accumulator in optimizer.own_sums(outer):
-                    accumulator.assign(keras.ops.zeros_like(accumulator))
         states = [comm.to_array(seed) for seed in seeds]
         received = comm.broadcast(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):
@@ -101,7 +104,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         if any(comm.gather(self.model.built)):
             with comm.together():
                 build_optimizers(self.model)
-            self.broadcast()
+            self._copy()
 
 
 def _overridden(model: Any) -> str:
