@@ -191,7 +191,7 @@ MUTATIONS = [
     Mutation(
         "training: a gradient on one rank only is an error",
         "optimizer/reduce.py",
-        "_check_same_gradients(gradients, known, state.options, number)",
+        "_check_same_gradients(optimizer, gradients, known, number)",
         "pass",
         ("test_bad_input.py", "one_rank_only"),
     ),
