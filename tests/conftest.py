@@ -1,7 +1,6 @@
 """Tests in `ranks/` run under the launcher only."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,9 +41,22 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(scope="session")
-def digits_on_two_ranks():
-    """What `examples/digits.py` prints on two ranks, which several tests look at."""
-    from launch import launch  # noqa: PLC0415 - no rank needs it
+def on_one_process(tmp_path_factory):
+    """What the README and examples print, by their names."""
+    import pages  # noqa: PLC0415 - no rank needs it
 
-    command = [sys.executable, "examples/digits.py"]
-    return launch(command, ranks=2, timeout=300)
+    names = [f"examples/{name}.py" for name in ("digits", "files", "train_step")]
+    return pages.run_all(["README.md", *names], tmp_path_factory.mktemp("one"), None)
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(tmp_path_factory):
+    """What examples and pages print there, by their names."""
+    import pages  # noqa: PLC0415 - no rank needs it
+
+    names = ("digits", "files", "train_step", "callbacks_only")
+    shown = [f"examples/{name}.py" for name in names]
+    shown += [
+        pages.named(page) for page in pages.pages() if pages.blocks(page, "python")
+    ]
+    return pages.run_all(shown, tmp_path_factory.mktemp("two"), 2)

@@ -61,6 +61,7 @@ def _run(path: Path, folder: Path) -> None:
     here.mkdir(parents=True, exist_ok=True)  # one for all ranks
     os.chdir(here)
     if path.suffix == ".py":
+        sys.argv = [str(path), "files"]  # for one that writes some
         parts = [(1, path.read_text())]
     else:  # "py" are those that `make setup` alone cannot run
         parts = blocks(path, "python") or blocks(path, "py")
@@ -70,6 +71,17 @@ def _run(path: Path, folder: Path) -> None:
         exec(compile(padded, str(path), "exec"), vars(module))
 
 
+def run_all(names: list[str], folder: Path, ranks: int | None) -> dict[str, list[str]]:
+    """Run pages and scripts in one launch; return what each prints, line by line."""
+    from launch import launch  # noqa: PLC0415 - no rank needs it
+
+    command = [sys.executable, "tests/pages.py", str(folder), *names]
+    done = launch(command, ranks=ranks, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    parts = re.split(r"^== (.*)\n", done.stdout, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], map(str.splitlines, parts[1::2]), strict=True))
+
+
 def main(folder: str, *names: str) -> int:
     """Run pages and scripts; stop at the first that raises."""
     import keras  # noqa: PLC0415 - only the ranks need it
@@ -77,10 +89,13 @@ def main(folder: str, *names: str) -> int:
     for name in names:
         keras.config.set_dtype_policy("float32")  # a page may have chosen another one
         keras.utils.set_random_seed(0)
-        print(f"== {name}", flush=True)
+        if os.environ.get("HOROVOD_RANK", "0") == "0":
+            print(f"== {name}", flush=True)
         try:
             _run(ROOT / name, Path(folder))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                continue
             print(f"In {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             raise
     return 0

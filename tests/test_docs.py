@@ -3,7 +3,6 @@
 import ast
 import difflib
 import inspect
-import itertools
 import json
 import pkgutil
 import re
@@ -16,8 +15,16 @@ from typing import Any
 
 import keras
 import pytest
-from launch import launch
-from pages import DOCS, NOTEBOOK, ROOT, blocks, named, pages, supported_pythons
+from pages import (
+    DOCS,
+    NOTEBOOK,
+    ROOT,
+    blocks,
+    named,
+    pages,
+    run_all,
+    supported_pythons,
+)
 
 import keras_dist
 from keras_dist import version
@@ -29,47 +36,31 @@ import generated  # noqa: E402 - lies beside the pages that it fills
 README = (ROOT / "README.md").read_text()
 
 
-def _run(names, folder, ranks):
-    command = [sys.executable, "tests/pages.py", str(folder), *names]
-    done = launch(command, ranks=ranks, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-
-
 def _with_snippets():
     return [named(page) for page in pages() if blocks(page, "python")]
 
 
-def test_the_readme_runs_on_one_process(tmp_path):
+def test_the_readme_runs_on_one_process(on_one_process):
     """As it stands."""
-    _run(["README.md"], tmp_path, None)
+    assert on_one_process["README.md"]
 
 
 @pytest.mark.long
 def test_snippets_run_on_one_process(tmp_path):
     """Each page's in their order."""
-    _run(_with_snippets(), tmp_path, None)
+    run_all(_with_snippets(), tmp_path, None)
 
 
-def test_snippets_run_on_two_ranks(tmp_path):
+def test_snippets_run_on_two_ranks(on_two_ranks):
     """Each page's in their order."""
-    _run(_with_snippets(), tmp_path, 2)
+    assert set(_with_snippets()) <= set(on_two_ranks)
 
 
-def test_snippets_that_start_ranks_run(tmp_path):
-    """Each alone, as a script, which prints what the ranks returned."""
-    found = {named(page): blocks(page, "py") for page in pages()}
-    for _, code in itertools.chain(*found.values()):
-        compile(code, "<page>", "exec")
-    del found["docs/how_to/tune.md"]  # tests/trackers run these
-    every = {code for _, code in itertools.chain(*found.values())}
-    starting = sorted(code for code in every if "keras_dist.run(" in code)
-    assert starting
-    for code in starting:
-        script = tmp_path / "script.py"
-        script.write_text(code)
-        done = launch([sys.executable, str(script)], ranks=None, timeout=120)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        assert "[0.002, 0.002]" in done.stdout
+def test_the_other_snippets_are_python():
+    """What `make setup` alone cannot run: `make libraries` and tests/launch do."""
+    for page in pages():
+        for line, code in blocks(page, "py"):
+            compile(code, f"{named(page)}:{line}", "exec")
 
 
 def test_pages_include_the_first_snippet():
@@ -97,14 +88,11 @@ def test_the_difference_of_the_examples_is_shown():
     assert sorted(shown.splitlines()) == sorted(changed[start:])
 
 
-def test_the_plan_is_the_one_that_digits_prints(digits_on_two_ranks):
+def test_the_plan_is_the_one_that_digits_prints(on_two_ranks):
     """All of it but the number of threads and the transport: the machine's."""
-    done = digits_on_two_ranks
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     started = (DOCS / "get_started.md").read_text()
-    boxes = [
-        re.findall(r"[╭│╰].*[╮│╯]", text) for text in (done.stdout, README, started)
-    ]
+    texts = "\n".join(on_two_ranks["examples/digits.py"]), README, started
+    boxes = [re.findall(r"[╭│╰].*[╮│╯]", text) for text in texts]
     own = ("│ ranks", "│ transport")
     printed, *shown = ([s for s in box if not s.startswith(own)] for box in boxes)
     assert printed and shown == [printed, printed]
@@ -212,9 +200,8 @@ def test_the_extras_have_the_range_of_tensorflow():
     assert f"keras>={version.dotted(version.OLDEST_KERAS)}" in project["dependencies"]
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere():
-    """Everything else is in the pages."""
-    assert len(README.splitlines()) <= 100
+def test_the_links_of_the_readme_lead_somewhere():
+    """To pages and files."""
     for link in re.findall(r"\]\(([^)#]+)", README):
         assert link.startswith("https://") or (ROOT / link).exists(), link
 
@@ -286,12 +273,11 @@ def test_the_files_that_the_architecture_names_are_there():
         assert (ROOT / "keras_dist" / file).exists() or (ROOT / file).exists(), file
 
 
-def test_contributing_is_short():
-    """Nobody reads a long one."""
-    assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 700
-
-
-def test_the_pages_are_short():
-    """All of them, with the README, in the words that `wc` counts."""
+def test_nothing_is_long():
+    """All pages with the README, in the words that `wc` counts; and each example."""
     every = [*pages(), NOTEBOOK]
     assert sum(len(page.read_text().split()) for page in every) <= 30_000
+    assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 700
+    assert len(README.splitlines()) <= 100
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 80, path

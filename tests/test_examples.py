@@ -1,7 +1,6 @@
 """Every example does what its docstring says, run as a user runs it."""
 
 import csv
-import difflib
 import importlib
 import re
 import sys
@@ -26,19 +25,10 @@ needs_fashion_mnist = pytest.mark.skipif(
 )
 
 
-def run(name, *arguments, ranks=None):
-    """The lines that an example prints, on the first rank alone."""
-    command = [sys.executable, f"examples/{name}.py", *arguments]
-    return lines_of(launch(command, ranks=ranks, timeout=180), ranks)
-
-
-def lines_of(done, ranks):
-    """The same of an example that has ended."""
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    lines = done.stdout.splitlines()
-    if ranks is not None:
-        assert not any(line.startswith("[1] ") for line in lines), done.stdout
-    return lines
+@pytest.fixture(params=["on_one_process", "on_two_ranks"])
+def printed(request):
+    """What examples print, without a launcher and with it."""
+    return request.getfixturevalue(request.param)
 
 
 def last_number(pattern, lines):
@@ -46,13 +36,10 @@ def last_number(pattern, lines):
     return [float(m[1]) for line in lines if (m := re.search(pattern, line))][-1]
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_digits_reaches_its_target_and_stops(ranks, request):
-    """The quick start stops at 95 %, with and without the launcher."""
-    if ranks is None:
-        lines = run("digits")
-    else:
-        lines = lines_of(request.getfixturevalue("digits_on_two_ranks"), ranks)
+def test_digits_reaches_its_target_and_stops(printed):
+    """The quick start stops at 95 %."""
+    lines = printed["examples/digits.py"]
+    assert not [line for line in lines if line.startswith("[1] ")]
     assert last_number(r"^validation accuracy ([\d.]+)%", lines) >= 95
     epochs = last_number(r"after (\d+) epochs", lines)
     assert any("rows_per_second: " in line for line in lines) and epochs < 50
@@ -69,9 +56,12 @@ def test_digits_without_a_line_of_ours(tmp_path):
         "model.fit(", 'keras_dist.dist_fit(model, batch="global", x=', 1
     )
     ours = ours.replace("x=x, y,", "x=x, y=y,")
+    assert "epochs=8" in source
     for name, code, *option in (("plain", source, "--distribute"), ("ours", ours)):
         save = f"\nmodel.save_weights({str(tmp_path / name)!r} + '.weights.h5')\n"
-        (tmp_path / f"{name}.py").write_text(code + save)
+        (tmp_path / f"{name}.py").write_text(
+            code.replace("epochs=8", "epochs=2") + save
+        )
         command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", *option]
         done = launch([*command, str(tmp_path / f"{name}.py")], ranks=None, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -83,9 +73,9 @@ def test_digits_without_a_line_of_ours(tmp_path):
     assert arrays and all(np.array_equal(*(m[n][()] for m in models)) for n in arrays)
 
 
-def test_callbacks_alone_train_on_all_ranks():
+def test_callbacks_alone_train_on_all_ranks(on_two_ranks):
     """A script with its own `model.fit` needs nothing of `dist_fit`."""
-    lines = run("callbacks_only", ranks=2)
+    lines = on_two_ranks["examples/callbacks_only.py"]
     assert last_number(r"val_accuracy: ([\d.]+)", lines) >= 0.95
     assert not any(line.startswith("╭─ keras_dist") for line in lines)
     epochs = last_number(r"^Epoch (\d+)/", lines)
@@ -94,32 +84,27 @@ def test_callbacks_alone_train_on_all_ranks():
 
 
 @pytest.mark.parametrize("name", ["files", "train_step"])
-def test_two_ranks_print_the_result_of_one_process(name, tmp_path):
+def test_two_ranks_print_the_result_of_one_process(name, on_one_process, on_two_ranks):
     """Files that `tf.data` decodes, and a train step that compares all rows."""
-    results = []
-    for ranks in (None, 2):
-        folder = tmp_path / f"{ranks}"
-        *_, result = run(name, *([str(folder)] if name == "files" else []), ranks=ranks)
-        results.append([float(number) for number in re.findall(r"\d\.\d+", result)])
-        assert results[-1] == pytest.approx(results[0], abs=2e-4) and results[0]
-
-
-def test_examples_are_short():
-    """A reader sees all of one at once."""
-    lengths = [len(p.read_text().splitlines()) for p in EXAMPLES.glob("*.py")]
-    assert max(lengths) <= 80
+    one, two = (
+        [float(number) for number in re.findall(r"\d\.\d+", lines[-1])]
+        for lines in (
+            found[f"examples/{name}.py"] for found in (on_one_process, on_two_ranks)
+        )
+    )
+    assert two == pytest.approx(one, abs=2e-4) and one
 
 
 @needs_fashion_mnist
 def test_fashion_mnist_stops_itself_and_logs_once(tmp_path):
     """Two epochs in a row at the target end it; one rank writes the logs."""
-    rows = 512
-    lines = run(
-        "fashion_mnist",
-        *("--rows", str(rows), "--log-dir", str(tmp_path)),
-        *("--target-accuracy", "0", "--patience", "2"),
-        ranks=2,
-    )
+    rows = 256
+    options = ["--rows", str(rows), "--log-dir", str(tmp_path)]
+    options += ["--target-accuracy", "0", "--patience", "2"]
+    command = [sys.executable, "examples/fashion_mnist.py", *options]
+    done = launch(command, ranks=2, timeout=180)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    lines = done.stdout.splitlines()
     assert any(f"{rows} → {rows // 2} per rank" in line for line in lines)
     assert last_number(r"^Epoch (\d+)/", lines) == 2
     assert last_number(r"^stopped after epoch (\d+)", lines) == 2
@@ -130,50 +115,11 @@ def test_fashion_mnist_stops_itself_and_logs_once(tmp_path):
     assert len(list((tmp_path / "train").glob("events.*"))) == 1
 
 
-@needs_fashion_mnist
-@pytest.mark.long
-def test_fashion_mnist_on_one_process_is_plain_keras():
-    """The script to compare with trains without keras_dist."""
-    lines = run("fashion_mnist_single", "--rows", "512", "--epochs", "2")
-    assert "Epoch 2/2" in lines
-    assert last_number(r"val_accuracy: ([\d.]+)", lines) > 0
-    assert not any("rows_per_second" in line for line in lines)
-
-
-def test_the_two_fashion_mnist_scripts_differ_in_a_few_lines():
-    """Their `diff` is keras_dist and nothing else."""
-    single, distributed = (
-        (EXAMPLES / f"{name}.py").read_text().split('"""', 2)[2].splitlines()
-        for name in ("fashion_mnist_single", "fashion_mnist")
-    )
-    changes = [
-        line
-        for line in difflib.ndiff(single, distributed)
-        if line[0] in "+-" and line[1:].strip()
-    ]
-    assert [line for line in changes if line[0] == "-"] == ["- model.fit("]
-    assert len(changes) < 20
-
-
 @pytest.fixture
 def module(monkeypatch):
     """Imports a module from the folder of the examples."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module
-
-
-def test_the_network_has_the_width_that_is_given(module):
-    """Ten times 16, 32 and 64 channels after a first convolution of 16."""
-    make = module("wide_resnet").wide_resnet
-    model = make(mean=0.0, variance=1.0, width=10)
-    channels = [
-        layer.filters
-        for layer in model.layers
-        if isinstance(layer, keras.layers.Conv2D)
-    ]
-    assert sorted(set(channels)) == [16, 160, 320, 640]
-    assert channels[0] == 16
-    assert model.output_shape == (None, 10)
 
 
 @needs_fashion_mnist

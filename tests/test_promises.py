@@ -37,7 +37,6 @@ class Promise:
         about: A pattern of sentences, rows and code on any page that are about it.
         says: A pattern that each of them has.
         wrong: Sentences that contradict it; nearly all once stood on a page.
-        but_for: Pages on which another rule holds.
     """
 
     page: str
@@ -45,7 +44,6 @@ class Promise:
     about: str
     says: str
     wrong: tuple[str, ...]
-    but_for: tuple[str, ...] = ()
 
     def is_broken_by(self, sentence: str) -> bool:
         """Tell whether a sentence is about this, and says something else."""
@@ -84,33 +82,6 @@ PROMISES = {
             "too long.",
         ),
     ),
-    "predict": Promise(
-        page="docs/how_to/data.md",
-        states=r"Data is predicted in turns",
-        about=r"`predict` (shards|divides|takes)\b.* (only|alone)\b",
-        says=_NOTHING,
-        wrong=("`predict` shards arrays only.",),
-    ),
-    "join and leave": Promise(
-        page="docs/how_to/launch.md",
-        states=r"The hosts of a job are a fixed set",
-        about=r"join (and|or) leave",
-        says=r"starts anew",
-        wrong=(
-            "| processes join and leave while it trains | – | no | yes | yes |",
-            "Ranks join and leave while a job runs.",
-        ),
-    ),
-    "Horovod's elastic mode": Promise(
-        page="docs/how_to/launch.md",
-        states=r"With `dist_fit` it is an error at the start",
-        about=r"Horovod's elastic mode\b.* (is an|which is an|an) error",
-        says=r"error with `dist_fit`|With `dist_fit` it is an error",
-        wrong=(
-            "Horovod's elastic mode is an error at the start.",
-            "| `HOROVOD_ELASTIC` | Set by Horovod's elastic mode, which is an error. |",
-        ),
-    ),
     "where the traceback stands": Promise(
         page="docs/how_to/launch.md",
         states=r"a report is printed at the end of the output: the traceback",
@@ -124,23 +95,6 @@ PROMISES = {
             "`keras-dist run` prints the error of the rank that failed first, then a "
             "line for each other rank.",
         ),
-    ),
-    "the batch in the plan": Promise(
-        page="docs/concepts/batch.md",
-        states=r"The plan says what each rank computes",
-        about=r"batch.* plan (prints|says|shows|has) both",
-        says=_NOTHING,  # of data whose batches have no known size it has neither
-        wrong=(
-            "| `batch_size` is that of | the process | all processes | one process | "
-            "one process; the plan prints both |",
-        ),
-    ),
-    "the total of the progress bar": Promise(
-        page="docs/how_to/data.md",
-        states=r"data set of unknown length, generator",
-        about=r"\bno total\b",
-        says=_NOTHING,  # where it is unknown, it is so in Keras, too
-        wrong=("Keras's progress bar shows no total in the first epoch.",),
     ),
     "how many lines change": Promise(
         page="docs/how_to/migrate.md",
@@ -159,32 +113,6 @@ PROMISES = {
         about=r"rank\(\) == 0:\s+model\.(save|export)",
         says=_NOTHING,
         wrong=('if keras_dist.rank() == 0:\n    model.save("digits.keras")',),
-    ),
-    "each supported Python is tried": Promise(
-        page="docs/reference/versions.md",
-        states=r"^\| Python \| 3\.\d+ to 3\.\d+",
-        about=r"Python 3\.\d+.*\bnot (built|noted|tested|tried)\b"
-        r"|Python 3\.\d+: a build",
-        says=_NOTHING,
-        wrong=("Python 3.12: a build is not noted; 3.11 and 3.13 were tried.",),
-    ),
-    "CUDA_VISIBLE_DEVICES": Promise(
-        page="docs/reference/environment.md",
-        states=r"for the launcher and the ranks alike",
-        about=r"^\| `CUDA_VISIBLE_DEVICES` \|",
-        says=r"for the launcher and the ranks alike",
-        wrong=(
-            "| `CUDA_VISIBLE_DEVICES` | TensorFlow | – | The GPUs of a rank. |",
-            "| `CUDA_VISIBLE_DEVICES` | TensorFlow; `keras-dist run --rdzv` and under "
-            "`srun` | – | The GPUs of a process. Without `-np`, so many ranks. |",
-        ),
-    ),
-    "separate machines": Promise(
-        page="docs/reference/versions.md",
-        states=r"^## What was not tried",
-        about=r"[Ss]eparate machines",
-        says=r"[Nn]ot (yet )?(tested|tried)|\[not tried\]",
-        wrong=("The tests train on two separate machines.",),
     ),
 }
 
@@ -224,7 +152,7 @@ def test_no_page_contradicts_a_promise(name):
     found = [
         f"{page}: {sentence}"
         for page, text in _TEXTS.items()
-        if page not in (*_HISTORY, *promise.but_for)
+        if page not in _HISTORY
         for sentence in sentences(text)
         if promise.is_broken_by(sentence)
     ]

@@ -108,11 +108,8 @@ def plain(tmp_path_factory):
     return results, saved, folder
 
 
-LONG = pytest.mark.long  # tests/ranks has it on two and three ranks
-
-
 @pytest.mark.parametrize(
-    "ranks", [4, *(pytest.param(size, marks=LONG) for size in (1, 2, 3))]
+    "ranks", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2, 4))]
 )
 def test_the_number_of_ranks_changes_no_number(plain, tmp_path, ranks):
     """97 rows in batches of 24: the last one has one row, for one of the ranks."""

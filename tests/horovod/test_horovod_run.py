@@ -83,9 +83,12 @@ def test_collectives_are_among_the_ranks_of_a_process_set(tmp_path):
 _ALONE = """
 import sys
 sys.modules["horovod"] = sys.modules["horovod.tensorflow"] = None  # not installed
-import keras, numpy as np
+import keras, keras_dist, numpy as np
 import keras_dist.horovod as hvd
 hvd.init()
+assert repr(keras_dist.init()) == (
+    "World(rank=0, size=1, local_rank=0, local_size=1)"
+)
 assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (0, 1, 0)
 assert hvd.is_initialized()
 assert float(hvd.allreduce(3.0, prescale_factor=2.0, op=hvd.Sum)) == 6
@@ -100,6 +103,8 @@ callbacks = [
     hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
 ]
 model.fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=callbacks)
+keras_dist.dist_fit(model, np.ones((8, 2)), np.ones(8), verbose=0)
+assert keras_dist.average(3) == 3
 try:
     hvd.ProcessSet([0])
 except RuntimeError as error:

@@ -5,8 +5,9 @@ name of its recording.
 """
 
 import numpy as np
+import tensorflow as tf
 from results import record, rows, start
-from tensorflow.keras import Sequential, layers, optimizers
+from tensorflow.keras import Sequential, callbacks, layers, losses, optimizers
 
 from keras_dist import horovod as hvd
 from keras_dist.horovod.callbacks import LearningRateScheduleCallback
@@ -23,17 +24,22 @@ def fit_script(train):
     return train
 
 
-def fit(optimizer, *before, data=None, batch_size=8, callbacks=(), epochs=2, **how):
+def ready(optimizer, *before, loss="mse", width=4, **how):
+    """Return a compiled model of layers and a last `Dense`, with known weights."""
+    model = Sequential([*before, layers.Dense(1)])
+    model.build((None, width))
+    start(model)
+    model.compile(optimizer, loss, **how)
+    return model
+
+
+def fit(optimizer, *before, data=None, mine=None, metrics=None, **how):
     """Train layers and a last `Dense` on rows of this rank; return model and logs."""
     x, y = data or rows()
-    model = Sequential([*before, layers.Dense(1)])
-    model.build((None, x.shape[1]))
-    start(model)
-    model.compile(optimizer, "mse", metrics=how.pop("metrics", None))
-    mine = slice(hvd.rank(), None, hvd.size())
-    given = {"batch_size": batch_size, "epochs": epochs, "shuffle": False, "verbose": 0}
-    history = model.fit(x[mine], y[mine], callbacks=list(callbacks), **given, **how)
-    return model, history.history
+    mine = slice(hvd.rank(), None, hvd.size()) if mine is None else mine
+    model = ready(optimizer, *before, width=x.shape[1], metrics=metrics)
+    given = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    return model, model.fit(x[mine], y[mine], **(given | how)).history
 
 
 def broadcast():
@@ -194,6 +200,184 @@ def tuned():
     adam = optimizers.Adam(learning_rate=0.01 * hvd.size())
     how = {"gradient_predivide_factor": 2.0, "num_groups": 2}
     return weights_of(hvd.DistributedOptimizer(adam, **how), layers.Dense(3))
+
+
+@fit_script
+def allreduce_callback():
+    """A callback of one's own averages what each rank has measured."""
+    x, y = rows()
+    means = []
+
+    class Average(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            mine = slice(hvd.rank(), None, hvd.size())
+            error = np.abs(self.model.predict(x[mine], verbose=0) - y[mine]).mean()
+            both = hvd.allreduce(np.array([error, logs["loss"]]), name="errors")
+            means.append(both.numpy())
+            logs["mean_error"] = float(both[0])
+
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1))
+    given = [Average(), hvd.callbacks.MetricAverageCallback()]
+    model, logs = fit(optimizer, epochs=3, callbacks=given)
+    return {"weights": model.get_weights(), "means": means, "logs": logs}
+
+
+@fit_script
+def fit_generator():
+    """`fit` and `evaluate` of a generator, with shared steps."""
+    x, y = rows(64)
+
+    def batches(size):
+        while True:
+            for first in range(hvd.rank() * size, len(x), size * hvd.size()):
+                yield x[first : first + size], y[first : first + size]
+
+    model = ready(hvd.DistributedOptimizer(optimizers.SGD(0.1)))
+    average = hvd.callbacks.MetricAverageCallback()
+    given = {"steps_per_epoch": 8 // hvd.size(), "callbacks": [broadcast(), average]}
+    history = model.fit(batches(8), epochs=2, verbose=0, **given)
+    score = hvd.allreduce(model.evaluate(batches(8), steps=4, verbose=0))
+    return {"weights": model.get_weights(), "logs": history.history, "score": score}
+
+
+@fit_script
+def gradient_tape():
+    """A loop of one's own: a tape that averages, a broadcast after the first step."""
+    x, y = rows()
+    optimizer, found = optimizers.Adam(0.001 * hvd.size()), []
+    model = ready(optimizer)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - model(x, training=True)))
+        variables = model.trainable_variables
+        grads = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+        return loss
+
+    for first in range(hvd.rank(), 32, 8):
+        batch = slice(first, first + 8 - hvd.rank(), hvd.size())
+        found.append(float(step(x[batch], y[batch])))
+        if first < 8:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+    return {"weights": model.get_weights(), "losses": found}
+
+
+@fit_script
+def load_model():
+    """The optimizer of a whole model from a file averages, and goes on."""
+    x, y = rows()
+
+    def train(model):
+        mine = slice(hvd.rank(), None, hvd.size())
+        given = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+        model.fit(x[mine], y[mine], callbacks=[broadcast()], **given)
+
+    adam = optimizers.Adam(learning_rate=0.01 * hvd.size())
+    loss = losses.MeanSquaredError(reduction="sum")
+    model = ready(hvd.DistributedOptimizer(adam), loss=loss)
+    train(model)
+    if hvd.rank() == 0:
+        model.save("model.keras")
+    hvd.broadcast(0, 0, name="saved")
+    loaded = hvd.load_model("model.keras", compression=hvd.Compression.none)
+    rate = float(loaded.optimizer.learning_rate)
+    train(loaded)
+    return {"weights": loaded.get_weights(), "rate": rate}
+
+
+@fit_script
+def one_rank_evaluates():
+    """The first rank alone has callbacks, evaluates and saves."""
+    is_first = hvd.rank() == 0
+    checkpoint = callbacks.ModelCheckpoint("best.weights.h5", save_weights_only=True)
+    given = [checkpoint, callbacks.CSVLogger("log.csv")] if is_first else []
+    rmsprop = optimizers.RMSprop(learning_rate=0.01 * hvd.size())
+    model, _ = fit(hvd.DistributedOptimizer(rmsprop), callbacks=given)
+    score = None
+    if is_first:
+        model.save_weights("last.weights.h5")
+        score = model.evaluate(*rows(), verbose=0)
+    return {"weights": model.get_weights(), "score": score}
+
+
+@fit_script
+def plateau():
+    """Averaged metrics are what ReduceLROnPlateau and EarlyStopping decide by."""
+    x, y = rows(40)
+    y = y + 0.5 * hvd.rank()  # the ranks would decide differently by themselves
+    by = {"monitor": "val_loss", "min_delta": 0.02}
+    given = [
+        broadcast(),
+        hvd.callbacks.MetricAverageCallback(),
+        callbacks.ReduceLROnPlateau(factor=0.2, patience=1, **by),
+        callbacks.EarlyStopping(patience=3, **by),
+    ]
+    if hvd.rank() == 0:
+        given.append(callbacks.CSVLogger("log.csv"))
+    model, logs = fit(
+        hvd.DistributedOptimizer(optimizers.SGD(learning_rate=0.3 * hvd.size())),
+        data=(x, y),
+        mine=slice(32),
+        metrics=["mae"],
+        epochs=10,
+        validation_data=(x[32:], y[32:]),
+        callbacks=given,
+    )
+    return {
+        "weights": model.get_weights(),
+        "logs": {name: logs[name] for name in ("loss", "mae", "val_loss", "val_mae")},
+        "rate": float(model.optimizer.learning_rate),
+    }
+
+
+@fit_script
+def ragged():
+    """Ranks with different numbers of rows, which count the same."""
+    x, y = rows(36)
+    mine, size = (slice(24), 8) if hvd.rank() == 0 else (slice(24, 36), 4)
+    model, logs = fit(
+        hvd.DistributedOptimizer(optimizers.SGD(0.1)),
+        data=(x, y),
+        mine=mine,
+        batch_size=size,
+        metrics=["mae"],
+        validation_data=(x[mine][:10], y[mine][:10]),
+        callbacks=[broadcast(), hvd.callbacks.MetricAverageCallback()],
+    )
+    return {"weights": model.get_weights(), "logs": logs}
+
+
+@fit_script
+def set_value():
+    """A callback reads and sets the rate of the optimizer."""
+    rates = []
+
+    class Halve(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate))
+            self.model.optimizer.learning_rate = rates[-1] / 2
+
+    sgd = optimizers.SGD(0.1 * hvd.size(), momentum=0.9, nesterov=True)
+    optimizer = hvd.DistributedOptimizer(sgd)
+    optimizer.learning_rate = 0.05 * hvd.size()
+    model, _ = fit(optimizer, epochs=3, callbacks=[Halve()])
+    last = float(model.optimizer.learning_rate)
+    return {"weights": model.get_weights(), "rates": rates, "last": last}
+
+
+@fit_script
+def train_on_batch():
+    """A loop over `train_on_batch`."""
+    x, y = rows()
+    adagrad = optimizers.Adagrad(0.1 * hvd.size())
+    model = ready(hvd.DistributedOptimizer(adagrad))
+    for batch in range(4):
+        first = batch * 8 + hvd.rank() * 4
+        model.train_on_batch(x[first : first + 4], y[first : first + 4])
+    return {"weights": model.get_weights()}
 
 
 record(**{name: train() for name, train in FITS.items()})

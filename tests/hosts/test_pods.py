@@ -81,6 +81,7 @@ def started(net, name, index, secret="0123456789abcdef" * 4):
     return net.start(name, words(of, env), env=env)
 
 
+@pytest.mark.long  # tests/launch has the variables, tests/clusters the file
 def test_the_pods_of_the_job_train_as_one(net, names):
     """The second one comes first, and the name of the first one is not known yet."""
     pods = {"a": "digits-0", "b": "digits-1"}

@@ -83,7 +83,7 @@ keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_leaves_while_others_train_is_the_cause(tmp_path, rank):
     """By `sys.exit(0)`: said by the other rank, which had to fail for it."""
     script = tmp_path / "script.py"

@@ -122,8 +122,9 @@ def run_ranks(variables, ranks, size, *, port=None, timeout=100, script=TRAIN, e
         slurm,
         pytest.param(torchrun, marks=pytest.mark.long),
         two_torchruns,
-        tf_config,
-        pods,
+        # tests/test_places.py has their variables.
+        pytest.param(tf_config, marks=pytest.mark.long),
+        pytest.param(pods, marks=pytest.mark.long),
     ],
     ids=lambda variables: variables.__name__,
 )
@@ -198,7 +199,7 @@ keras_dist.gather("never")
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(tmp_path, rank):
     """Its traceback on itself, a line on the others, and torchrun's error file."""
 

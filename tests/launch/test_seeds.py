@@ -84,7 +84,9 @@ def test_the_first_draws_of_a_script(tmp_path):
     assert "must be a whole number" in done.stderr and "=tea" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["keras-dist", "horovodrun"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("keras-dist", marks=pytest.mark.long), "horovodrun"]
+)
 def test_a_split_without_a_seed(tmp_path, launcher):
     """Equal before and after each fit, and in callbacks."""
     script = TRAINS.replace("BEFORE", "")

@@ -3,7 +3,10 @@
 Each case trains on one process with the global batch, by plain Keras, and on all ranks.
 """
 
+import functools
 import inspect
+import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,8 +54,9 @@ class Case:
         averaging: Options of `DistributedOptimizer`, on all ranks.
         factor: On the learning rate of one process, as a function of the ranks.
         tolerance: Largest relative difference, if no optimizer amplifies rounding.
+        tested: Whether the tests run it on "two" or on "three" ranks; "" for neither.
+        is_shared_tested: Whether they run it with `batch="global"`, too.
         dtype: Of the model, unless the subject sets another.
-        on_three: Whether the tests run it on three ranks, too.
         is_global: Whether the ranks share the batches, by `batch="global"`.
     """
 
@@ -68,7 +72,8 @@ class Case:
     averaging: dict[str, Any] = field(default_factory=dict)
     factor: Callable[[int], float] = float
     tolerance: float = 1e-5
-    on_three: bool = False
+    tested: str = "two"
+    is_shared_tested: bool = False
     dtype: str = "float32"
     is_global: bool = False
 
@@ -215,15 +220,16 @@ if KERAS < (3, 13):  # plain `fit` with it raises
     del OPTIMIZERS["Muon"]
     OTHERS.add("Muon")
 
-# On three ranks one whose clipping couples variables; averaging, which is ours, is the
-# same code for all.
-_ON_THREE = {"Nadam"}
-
 
 def optimizer_names() -> set[str]:
     """All classes of `keras.optimizers`."""
     members = vars(keras.optimizers).items()
     return {name for name, member in members if inspect.isclass(member)}
+
+
+def sgd(rate: float, **arguments: Any) -> Any:
+    """SGD."""
+    return keras.optimizers.SGD(rate, **arguments)
 
 
 def momentum(rate: float, **arguments: Any) -> Any:
@@ -234,6 +240,11 @@ def momentum(rate: float, **arguments: Any) -> Any:
 def adam(rate: float, **arguments: Any) -> Any:
     """Adam."""
     return keras.optimizers.Adam(rate, **arguments)
+
+
+def every_second(rate: float) -> Any:
+    """Adam with two batches an update."""
+    return adam(rate, gradient_accumulation_steps=2)
 
 
 def several(rate: float, is_callable: bool) -> Any:
@@ -248,366 +259,195 @@ def several(rate: float, is_callable: bool) -> Any:
     )
 
 
-def _optimizers() -> list[Case]:
-    cases = []
-    for name, arguments in OPTIMIZERS.items():
-        cls = getattr(keras.optimizers, name, None)
-        if cls is None:
-            continue  # this Keras does not have it
-        text = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        cases.append(
-            Case(
-                "optimizers",
-                f"{name}({text})",
-                "regularized",
-                lambda rate, cls=cls, arguments=arguments: cls(
-                    learning_rate=rate, **arguments
-                ),
-                on_three=name in _ON_THREE,
-            )
+def _optimizers() -> dict[str, Any]:
+    """By name: one process and ranks have the same, of each class of Keras."""
+    made = {
+        f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})": (
+            functools.partial(getattr(keras.optimizers, name), **arguments)
         )
-    if "ScheduleFreeAdamW" in optimizer_names():
-        cases.append(
-            Case(
-                "optimizers",
-                "ScheduleFreeAdamW in a graph",
-                optimizer=lambda rate: keras.optimizers.ScheduleFreeAdamW(
-                    rate, gradient_accumulation_steps=2
-                ),
-                compiled={"run_eagerly": False},
-            )
-        )
+        for name, arguments in OPTIMIZERS.items()
+        if name in optimizer_names()
+    }
     if "MultiOptimizer" in optimizer_names():
-        for is_callable in (False, True):
-            cases.append(
-                Case(
-                    "optimizers",
-                    f"MultiOptimizer of {'a function' if is_callable else 'a map'}",
-                    "regularized",
-                    lambda rate, is_callable=is_callable: several(rate, is_callable),
-                )
-            )
-    return cases
+        made["MultiOptimizer of a map"] = functools.partial(several, is_callable=False)
+        by_function = functools.partial(several, is_callable=True)
+        made["MultiOptimizer of a function"] = by_function
+    return made
 
 
-def _accumulation() -> list[Case]:
-    def every_third(rate: float) -> Any:
-        return momentum(rate, clipnorm=0.02, gradient_accumulation_steps=3)
+# How tests run a case: on two ranks, on three, or not at all, since other tests, or
+# cases beside it, are so like it that they can spare the time.
+ON_THREE, TABLE_ONLY = {"tested": "three"}, {"tested": ""}
+# Tests run it with `batch="global"`, too, on three ranks; `make equivalence` all.
+SHARED = {"is_shared_tested": True}
 
-    def every_second(rate: float) -> Any:
-        return adam(rate, gradient_accumulation_steps=2)
+GRAPH, LONG = {"run_eagerly": False}, {"rows": 101}
+IN_GRAPH, XLA = {"compiled": GRAPH}, {"compiled": GRAPH | {"jit_compile": True}}
+WITHOUT_XLA = {"compiled": GRAPH | {"jit_compile": False}}
+WEIGHTS = np.linspace(0.1, 2, 101).astype("float32")
+BY_CLASS = {0: 0.3, 1: 2.0}
+ADDS_UP = {"loss": keras.losses.BinaryCrossentropy(reduction="sum")}
 
-    in_graph = {"run_eagerly": False, "steps_per_execution": 2}
-    part = "accumulation"
-    return [
-        Case(part, "three batches, clipped", "regularized", every_third),
-        Case(part, "two batches, 101 rows", "perceptron", every_second, rows=101),
-        Case(
-            part,
-            "two batches, odd epochs, in a graph",
-            "perceptron",
-            every_second,
-            rows=101,
-            batch_size=15,
-            compiled=in_graph,
+
+def _steps(count: int) -> dict[str, Any]:
+    return {"compiled": GRAPH | {"steps_per_execution": count}}
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {"arguments": arguments}
+
+
+def _sends(dtype: str, tolerance: float) -> dict[str, Any]:
+    return LONG | {"averaging": {"compression": dtype}, "tolerance": tolerance}
+
+
+def _every_third(rate: float) -> Any:
+    return momentum(rate, clipnorm=0.02, gradient_accumulation_steps=3)
+
+
+def _schedule_free(rate: float) -> Any:
+    return keras.optimizers.ScheduleFreeAdamW(rate, gradient_accumulation_steps=2)
+
+
+def _rmsprop(rate: float) -> Any:
+    return keras.optimizers.RMSprop(rate, momentum=0.5, clipnorm=0.02)
+
+
+# Those of `_optimizers` that tests try, with the regularized model.
+_TESTED = {
+    "Adafactor()": {},
+    "Muon()": {},
+    # Its clipping couples variables; averaging, which is ours, is the same for all.
+    "Nadam(global_clipnorm=0.02)": ON_THREE,
+    "SGD(momentum=0.9, nesterov=True, use_ema=True, weight_decay=0.01)": {},
+    "MultiOptimizer of a function": {},
+}
+
+# By part and name: the model, the optimizer, and further arguments of `Case`.
+_CASES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "optimizers": {
+        name: ("regularized", made, _TESTED.get(name, TABLE_ONLY))
+        for name, made in _optimizers().items()
+    }
+    | {"ScheduleFreeAdamW in a graph": ("perceptron", _schedule_free, IN_GRAPH)},
+    "accumulation": {
+        "three batches, clipped": ("regularized", _every_third, TABLE_ONLY),
+        "two batches, 101 rows": ("perceptron", every_second, LONG, SHARED),
+        "two batches, odd epochs, in a graph": (
+            *("perceptron", every_second, LONG, _steps(2), TABLE_ONLY),
+            {"batch_size": 15},
         ),
-        Case(part, "two batches of an embedding", "embedding", every_second),
-        Case(
-            part, "mixed_float16 with two batches", "half", every_second, tolerance=HALF
+        "two batches of an embedding": ("embedding", every_second),
+        "mixed_float16 with two batches": (
+            *("half", every_second, TABLE_ONLY, {"tolerance": HALF}),
         ),
-    ]
-
-
-def _data() -> list[Case]:
-    weights = np.linspace(0.1, 2, 101).astype("float32")
-    by_class = {0: 0.3, 1: 2.0}
-    part = "data"
-    return [
-        Case(part, "101 rows", "perceptron", momentum, rows=101),
-        Case(
-            part,
-            "101 rows, shuffled",
-            "perceptron",
-            adam,
-            rows=101,
-            batch_size=9,
-            arguments={"shuffle": True},
+    },
+    "data": {
+        "101 rows": ("perceptron", momentum, LONG, TABLE_ONLY),
+        "101 rows, shuffled": (
+            *("perceptron", adam, LONG, _given(shuffle=True), {"batch_size": 9}),
         ),
-        Case(part, "a last batch of four rows", "perceptron", momentum, rows=52),
-        Case(
-            part,
-            "sample_weight",
-            "perceptron",
-            adam,
-            rows=101,
-            arguments={"sample_weight": weights},
+        "a last batch of four rows": ("perceptron", momentum, {"rows": 52}, TABLE_ONLY),
+        "sample_weight": (
+            *("perceptron", adam, LONG, _given(sample_weight=WEIGHTS), TABLE_ONLY),
         ),
-        Case(
-            part,
-            "class_weight",
-            "perceptron",
-            adam,
-            rows=101,
-            arguments={"class_weight": by_class},
+        "class_weight": (
+            *("perceptron", adam, LONG, _given(class_weight=BY_CLASS), TABLE_ONLY),
         ),
-    ]
-
-
-def _precision() -> list[Case]:
-    part = "mixed precision"
-    in_graph = {"run_eagerly": False, "jit_compile": False}
-    return [
-        *(
-            Case(
-                part,
-                f"{policy}{scaled}, {loss}",
-                f"{policy}, {loss}",
-                momentum,
-                rows=101,
-                compiled=in_graph,
-                tolerance=tolerance,
-                on_three=loss == "a loss for each row",
-            )
-            for policy, scaled, tolerance in (
-                ("mixed_float16", " with its loss scale", HALF),
-                ("mixed_bfloat16", "", BRAIN),
-            )
-            for loss in ("a mean", "add_loss of a sum", "a loss for each row")
+    },
+    "mixed precision": {
+        f"{policy}{scaled}, {loss}": (
+            *(f"{policy}, {loss}", momentum, LONG, WITHOUT_XLA, {"tolerance": most}),
+            TABLE_ONLY if is_like else ON_THREE if "row" in loss else {},
+        )
+        for policy, scaled, most in (
+            ("mixed_float16", " with its loss scale", HALF),
+            ("mixed_bfloat16", "", BRAIN),
+        )
+        for loss in ("a mean", "add_loss of a sum", "a loss for each row")
+        for is_like in [loss == "a mean" or most == BRAIN]
+    }
+    | {
+        "mixed_float16": ("half", momentum, {"tolerance": HALF}, SHARED),
+        "mixed_bfloat16": ("brain", momentum, {"tolerance": BRAIN}, TABLE_ONLY),
+        "bfloat16": ("all brain", momentum, {"tolerance": 2 * BRAIN}),
+    },
+    "XLA": {
+        "SGD": ("perceptron", momentum, LONG, XLA, TABLE_ONLY),
+        "Adam, two batches an update": ("perceptron", every_second, XLA),
+        "a convolution": ("convolution", adam, XLA, TABLE_ONLY),
+    },
+    "embeddings": {
+        "SGD, sent whole": ("embedding", momentum, TABLE_ONLY),
+        "SGD, sent as rows": ("large embedding", momentum, LONG, SHARED),
+        "as rows, in a graph": ("large embedding", sgd, IN_GRAPH),
+        "Adam, with XLA": ("embedding", adam, XLA, TABLE_ONLY),
+        "Adam, clipped, in a graph": (
+            *("embedding", functools.partial(adam, clipnorm=0.02)),
+            *(IN_GRAPH, TABLE_ONLY),
         ),
-        Case(part, "mixed_float16", "half", momentum, tolerance=HALF),
-        Case(part, "mixed_bfloat16", "brain", momentum, tolerance=BRAIN),
-        Case(part, "bfloat16", "all brain", momentum, tolerance=2 * BRAIN),
-    ]
-
-
-def _compiled() -> list[Case]:
-    jitted = {"run_eagerly": False, "jit_compile": True}
-    part = "XLA"
-    return [
-        Case(part, "SGD", "perceptron", momentum, rows=101, compiled=jitted),
-        Case(
-            part,
-            "Adam, two batches an update",
-            "perceptron",
-            lambda rate: adam(rate, gradient_accumulation_steps=2),
-            compiled=jitted,
+    }
+    | {
+        name: ("embedding", made, LONG, TABLE_ONLY)
+        for name, made in _optimizers().items()
+        # A centered RMSprop is an error of Keras 3.15 itself, also on one process,
+        # where rows come twice.
+        if "centered" not in name
+    }
+    | {
+        "RMSprop(momentum=0.5, clipnorm=0.02)": (
+            *("embedding", _rmsprop, LONG, TABLE_ONLY),
         ),
-        Case(part, "a convolution", "convolution", adam, compiled=jitted),
-    ]
-
-
-def _embeddings() -> list[Case]:
-    in_graph = {"run_eagerly": False}
-    part = "embeddings"
-    return [
-        Case(part, "SGD, sent whole", "embedding", momentum),
-        Case(part, "SGD, sent as rows", "large embedding", momentum, rows=101),
-        Case(part, "as rows, in a graph", "large embedding", compiled=in_graph),
-        Case(
-            part,
-            "Adam, with XLA",
-            "embedding",
-            adam,
-            compiled=in_graph | {"jit_compile": True},
+    },
+    "ways to train": {
+        "Sequential without Input": ("unbuilt", momentum),
+        "dicts in and out": ("two inputs", adam),
+        "repeated layer names": ("repeated names", momentum),
+        "compute_loss, add_loss, a spare variable": ("own loss", momentum),
+        "a train_step of one's own": ("own step", adam),
+        "pictures": ("convolution", adam, TABLE_ONLY),
+        "four steps an execution, and a tail": (
+            *("perceptron", momentum, _steps(4), TABLE_ONLY, {"batch_size": 7}),
         ),
-        Case(
-            part,
-            "Adam, clipped, in a graph",
-            "embedding",
-            lambda rate: adam(rate, clipnorm=0.02),
-            compiled=in_graph,
+    },
+    "statistics": {
+        "BatchNormalization(synchronized=True)": (
+            *("normalized", sgd, {"rows": 95}, TABLE_ONLY, SHARED),
         ),
-        *(
-            replace(case, part=part, subject="embedding", rows=101, on_three=False)
-            for case in _optimizers()
-            # A centered RMSprop is an error of Keras 3.15 itself, also on one process,
-            # where rows come twice.
-            if "graph" not in case.name and "centered" not in case.name
+        "the same, Adam, in a graph": (
+            *("normalized", adam, {"rows": 95}, IN_GRAPH, TABLE_ONLY),
         ),
-        Case(
-            part,
-            "RMSprop(momentum=0.5, clipnorm=0.02)",
-            "embedding",
-            lambda rate: keras.optimizers.RMSprop(rate, momentum=0.5, clipnorm=0.02),
-            rows=101,
+        "the same, two steps an execution": (
+            *("normalized", adam, {"rows": 95}, _steps(2), TABLE_ONLY),
         ),
-    ]
-
-
-def _ways() -> list[Case]:
-    in_graph = {"run_eagerly": False, "steps_per_execution": 4}
-    part = "ways to train"
-    return [
-        Case(part, "Sequential without Input", "unbuilt", momentum),
-        Case(part, "dicts in and out", "two inputs", adam),
-        Case(part, "repeated layer names", "repeated names", momentum),
-        Case(part, "compute_loss, add_loss, a spare variable", "own loss", momentum),
-        Case(part, "a train_step of one's own", "own step", adam),
-        Case(part, "pictures", "convolution", adam),
-        Case(
-            part,
-            "four steps an execution, and a tail",
-            "perceptron",
-            momentum,
-            batch_size=7,
-            compiled=in_graph,
+        "the same in float64, where rounding cannot hide an error": (
+            *("normalized", functools.partial(adam, global_clipnorm=0.05)),
+            {"rows": 18, "batch_size": 4, "tolerance": EXACT, "dtype": "float64"},
         ),
-    ]
-
-
-def _statistics() -> list[Case]:
-    part = "statistics"
-    return [
-        Case(part, "BatchNormalization(synchronized=True)", "normalized", rows=95),
-        Case(
-            part,
-            "the same, Adam, in a graph",
-            "normalized",
-            adam,
-            rows=95,
-            compiled={"run_eagerly": False},
+    },
+    "losses": {
+        "padded words": ("tagger", momentum, LONG, ON_THREE),
+        'reduction="sum"': (
+            *("regularized", momentum, LONG, SHARED, {"compiled": ADDS_UP}),
         ),
-        Case(
-            part,
-            "the same, two steps an execution",
-            "normalized",
-            adam,
-            rows=95,
-            compiled={"run_eagerly": False, "steps_per_execution": 2},
+    },
+    "options": {
+        'op="sum"': (
+            *("perceptron", sgd, {"options": {"lr_scaling": "none"}}),
+            {"averaging": {"op": "sum"}},
         ),
-        Case(
-            part,
-            "the same in float64, where rounding cannot hide an error",
-            "normalized",
-            lambda rate: adam(rate, global_clipnorm=0.05),
-            rows=18,
-            batch_size=4,
-            tolerance=EXACT,
-            dtype="float64",
+        'compression="fp16"': ("perceptron", momentum, _sends("fp16", HALF)),
+        'compression="bf16"': ("perceptron", momentum, _sends("bf16", BRAIN)),
+        'lr_scaling="sqrt"': (
+            *("perceptron", sgd, {"options": {"lr_scaling": "sqrt"}}, TABLE_ONLY),
+            {"factor": math.sqrt},
         ),
-    ]
+    },
+}
 
-
-def _losses() -> list[Case]:
-    def adding_up() -> Any:
-        return keras.losses.BinaryCrossentropy(reduction="sum")
-
-    part = "losses"
-    return [
-        Case(part, "padded words", "tagger", momentum, rows=101, on_three=True),
-        Case(
-            part,
-            'reduction="sum"',
-            "regularized",
-            momentum,
-            rows=101,
-            compiled={"loss": adding_up()},
-        ),
-    ]
-
-
-def _options() -> list[Case]:
-    part = "options"
-    return [
-        Case(
-            part,
-            'op="sum"',
-            "perceptron",
-            keras.optimizers.SGD,
-            options={"lr_scaling": "none"},
-            averaging={"op": "sum"},
-            factor=lambda size: float(size),
-        ),
-        Case(
-            part,
-            'compression="fp16"',
-            "perceptron",
-            momentum,
-            rows=101,
-            averaging={"compression": "fp16"},
-            tolerance=HALF,
-            on_three=True,
-        ),
-        Case(
-            part,
-            'compression="bf16"',
-            "perceptron",
-            momentum,
-            rows=101,
-            averaging={"compression": "bf16"},
-            tolerance=BRAIN,
-        ),
-        Case(part, 'lr_scaling="sqrt"', options={"lr_scaling": "sqrt"}, factor=_root),
-    ]
-
-
-def _root(size: int) -> float:
-    return size**0.5
-
-
-CASES: list[Case] = [
-    *_optimizers(),
-    *_accumulation(),
-    *_data(),
-    *_precision(),
-    *_compiled(),
-    *_embeddings(),
-    *_ways(),
-    *_statistics(),
-    *_losses(),
-    *_options(),
+CASES = [
+    Case(part, name, subject, optimizer, **functools.reduce(operator.or_, more, {}))
+    for part, named in _CASES.items()
+    for name, (subject, optimizer, *more) in named.items()
+    if "ScheduleFree" not in name or "ScheduleFreeAdamW" in optimizer_names()
 ]
-
-# With `batch="global"`, in the tests; `make equivalence` tries all.
-SHARED = {
-    "accumulation: two batches, 101 rows",
-    "data: 101 rows, shuffled",
-    "data: class_weight",
-    "embeddings: SGD, sent as rows",
-    'losses: reduction="sum"',
-    "mixed precision: mixed_float16",
-    "statistics: BatchNormalization(synchronized=True)",
-}
-
-# What `make equivalence` alone tries: other tests, or cases beside them, are so like
-# them that the tests can spare the time.
-TABLE_ONLY = {
-    *(
-        case.title
-        for case in _embeddings()
-        if "(" in case.name or "MultiOptimizer" in case.name
-    ),
-    "accumulation: mixed_float16 with two batches",
-    "accumulation: three batches, clipped",
-    "accumulation: two batches, odd epochs, in a graph",
-    "data: 101 rows",
-    "data: a last batch of four rows",
-    "data: class_weight",
-    "data: sample_weight",
-    "embeddings: Adam, clipped, in a graph",
-    "embeddings: Adam, with XLA",
-    "embeddings: SGD, sent whole",
-    "mixed precision: mixed_bfloat16",
-    "mixed precision: mixed_bfloat16, a mean",
-    "mixed precision: mixed_bfloat16, add_loss of a sum",
-    "mixed precision: mixed_float16 with its loss scale, a mean",
-    "optimizers: Adadelta()",
-    "optimizers: Adagrad()",
-    "optimizers: Adam(amsgrad=True)",
-    "optimizers: Adamax(clipvalue=0.01)",
-    "optimizers: AdamW(weight_decay=0.01)",
-    "optimizers: Ftrl()",
-    "optimizers: Lamb()",
-    "optimizers: MultiOptimizer of a map",
-    "optimizers: RMSprop(momentum=0.5, centered=True, clipnorm=0.02)",
-    'options: lr_scaling="sqrt"',
-    "statistics: BatchNormalization(synchronized=True)",
-    "statistics: the same, Adam, in a graph",
-    "statistics: the same, two steps an execution",
-    "optimizers: Lion()",
-    "optimizers: ScheduleFreeAdamW()",
-    "ways to train: four steps an execution, and a tail",
-    "ways to train: pictures",
-    "XLA: a convolution",
-    "XLA: SGD",
-}

@@ -2,7 +2,9 @@
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -41,6 +43,16 @@ def slow_on_three(test: Any) -> Any:
 
 
 @contextlib.contextmanager
+def warned(words: str = "") -> Iterator[list[str]]:
+    """Context manager that collects the texts of warnings with some words."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(w.message) for w in caught if words in str(w.message)]
+
+
+@contextlib.contextmanager
 def models_in(dtype: str) -> Iterator[None]:
     """Inside the block, models and their data are of this dtype."""
     before = keras.config.floatx(), keras.config.dtype_policy()
@@ -53,8 +65,44 @@ def models_in(dtype: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before[1])
 
 
+@dataclass(frozen=True)
+class OneProcess:
+    """What plain Keras has trained on one process, known to all ranks.
+
+    Args:
+        weights: Of the model, as arrays.
+        state: The same, and the optimizer's state.
+        history: The logs.
+    """
+
+    weights: list[Any]
+    state: list[Any]
+    history: dict[str, Any]
+
+    def get_weights(self):
+        """As of a model."""
+        return self.weights
+
+
+def train_on_one_process(train):
+    """Train on the first rank alone; the others need no core.
+
+    Args:
+        train: A function that returns a model, and its `History` or the logs.
+    """
+
+    def job():
+        model, history = train()
+        logs = getattr(history, "history", history)
+        return OneProcess(model.get_weights(), state_of(model), logs)
+
+    return distribute_jobs([job])[0]
+
+
 def state_of(model):
     """All weights and the optimizer's state, as arrays."""
+    if isinstance(model, OneProcess):
+        return model.state
     variables = [*model.weights, *model.optimizer.variables]
     return [keras.ops.convert_to_numpy(variable) for variable in variables]
 

@@ -2,11 +2,13 @@
 
 import os
 import sys
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import models_in, train_on_one_process
 
 import keras_dist
 from keras_dist.data.pipeline import as_untuned
@@ -80,6 +82,19 @@ def one_seed():
 
 
 @pytest.fixture
+def in_float64():
+    """All models are of float64, in which rounding hides no error."""
+    with models_in("float64"):
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    """One folder for all ranks."""
+    return Path(keras_dist.broadcast(str(tmp_path_factory.mktemp("shared"))))
+
+
+@pytest.fixture
 def rows():
     """101 rows of five numbers and a label, the same on every rank."""
     generator = np.random.default_rng(0)
@@ -115,3 +130,20 @@ def make_model():
         return model
 
     return make
+
+
+@pytest.fixture
+def fit_plainly(make_model):
+    """Trains that model by plain Keras on the first rank, in the order of the rows."""
+
+    def fit(optimizer, *data, rate=None, **arguments):
+        def train():
+            model = make_model(optimizer)
+            history = model.fit(*data, shuffle=False, verbose=0, **arguments)
+            if rate is not None:
+                model.optimizer.learning_rate = rate
+            return model, history
+
+        return train_on_one_process(train)
+
+    return fit

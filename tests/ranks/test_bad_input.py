@@ -1,5 +1,6 @@
 """Input that would make the ranks diverge is an error on all, before training."""
 
+import contextlib
 import itertools
 
 import keras
@@ -38,17 +39,37 @@ def test_no_data_and_too_few_rows(world, make_model):
 
 
 def test_unusable_models(world, rows):
-    """Not a model, not compiled, or distributed by TensorFlow already."""
+    """Not a model, or not compiled."""
     for message in raises_everywhere(TypeError, fit("model", *rows)):
         assert "must be a keras.Model" in message
     plain = keras.Sequential([keras.layers.Dense(1)])
     for message in raises_everywhere(ValueError, fit(plain, *rows)):
         assert "model.compile" in message
-    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
-        other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-        other.compile("sgd", "mse")
-    for message in raises_everywhere(ValueError, fit(other, *rows)):
-        assert "OneDeviceStrategy" in message
+
+
+@pytest.mark.parametrize("inside", ["layers, compile", "layers", "compile", "fit"])
+def test_a_model_that_tensorflow_distributes_is_an_error(world, rows, inside):
+    """Wherever the scope was: of its layers, of its optimizer, or of the fit."""
+
+    def scope(part):
+        return strategy.scope() if part in inside else contextlib.nullcontext()
+
+    def train():
+        with scope("fit"):
+            fit(model, *rows)()
+
+    # One that keeps each variable once per device, as on several GPUs.
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    for first in [keras.Input((5,))], []:
+        if first == [] and inside != "layers, compile":
+            continue
+        with scope("layers"):
+            model = keras.Sequential([*first, keras.layers.Dense(1)])
+        with scope("compile"):
+            model.compile("adam", "mse")
+        for message in raises_everywhere(ValueError, train):
+            assert "already distributed by TensorFlow" in message
+            assert "MirroredStrategy" in message
 
 
 def test_unknown_rules_and_negative_factors(world, make_model, rows):

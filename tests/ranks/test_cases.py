@@ -3,14 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cases import (
-    CASES,
-    OPTIMIZERS,
-    OTHERS,
-    SHARED,
-    TABLE_ONLY,
-    optimizer_names,
-)
+from cases import CASES, OPTIMIZERS, OTHERS, optimizer_names
 from claims import assert_equal_to_the_bit, distribute_jobs
 
 import keras_dist
@@ -44,15 +37,15 @@ def test_every_optimizer_of_keras_is_tried():
         pytest.param(
             case,
             id=case.title,
-            marks=pytest.mark.three_ranks if case.on_three else [],
+            marks=pytest.mark.three_ranks if case.tested == "three" else [],
         )
         for case in CASES
-        if case.title not in TABLE_ONLY
+        if case.tested
     ]
     + [
         pytest.param(case.shared, id=case.shared.title, marks=pytest.mark.three_ranks)
         for case in CASES
-        if case.title in SHARED
+        if case.is_shared_tested
     ],
 )
 def test_a_case_equals_one_process(world, oracles, case):

@@ -8,9 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import slow_on_three
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.model_selection import GridSearchCV
+from claims import distribute_jobs, slow_on_three
 
 import keras_dist
 from keras_dist import fit
@@ -24,7 +22,7 @@ def compare(world):
 
     def compare(work, rtol=1e-4):
         keras.utils.set_random_seed(5)
-        plain = work()
+        [plain] = distribute_jobs([work])
         keras.utils.set_random_seed(5)
         trained = []
         with pytest.MonkeyPatch.context() as patch, keras_dist.distribute():
@@ -45,7 +43,7 @@ class Plain:
     fit = keras.Model.fit
 
 
-@pytest.mark.three_ranks
+@slow_on_three
 def test_fit_evaluate_predict(compare, rows, make_model):
     """The numbers of one process, positional arguments too; then Keras is as before."""
 
@@ -107,8 +105,9 @@ def test_a_class_with_a_fit_of_its_own(compare, rows):
 
 
 @slow_on_three
-@pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("kind", [Approximator, PassesOn])
+@pytest.mark.parametrize(
+    ("kind", "is_inside"), [(Approximator, False), (PassesOn, True)]
+)
 def test_dist_fit_calls_no_override_with_other_arguments(rows, kind, is_inside):
     """Inside of `distribute` too, where an override ends in Keras's method again."""
     weights = []
@@ -178,39 +177,6 @@ def test_in_a_thread(compare, rows, make_model):
         thread.start()
         thread.join()
         return found
-
-    compare(work)
-
-
-class Classifier(ClassifierMixin, BaseEstimator):
-    """An estimator of scikit-learn around a Keras model."""
-
-    def __init__(self, units=2):
-        self.units = units
-
-    def fit(self, x, y):
-        keras.utils.set_random_seed(3)
-        self.classes_ = np.unique(y)
-        hidden = keras.layers.Dense(self.units, activation="tanh")
-        out = keras.layers.Dense(1, activation="sigmoid")
-        self.model_ = keras.Sequential([hidden, out])
-        self.model_.compile(
-            keras.optimizers.Adam(0.05), "binary_crossentropy", run_eagerly=True
-        )
-        self.model_.fit(x, y, verbose=0)
-        return self
-
-    def predict(self, x):
-        return (self.model_.predict(x, verbose=0)[:, 0] > 0.5).astype(int)
-
-
-@slow_on_three
-def test_a_search_of_scikit_learn(compare, rows):
-    """`GridSearchCV` around a fit that nobody sees."""
-
-    def work():
-        search = GridSearchCV(Classifier(), {"units": [2]}, cv=2).fit(*rows)
-        return search.cv_results_["mean_test_score"], search.predict(rows[0])
 
     compare(work)
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 import keras_dist
 
 pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+pytestmark.append(pytest.mark.slow_on_three)
 
 
 def counting_model(**compiled):

@@ -4,7 +4,6 @@ import http.server
 import inspect
 import json
 import threading
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -67,12 +66,6 @@ def skewed(rows):
     x, y = (array[:48] for array in rows)
     is_wrong = np.arange(48) % keras_dist.size() != 0
     return (x, y), (x, np.where(is_wrong, 1 - y, y))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One folder for all ranks."""
-    return Path(keras_dist.broadcast(str(tmp_path)))
 
 
 def fit_both(make_model, data, make_callback, make_optimizer, **arguments):

@@ -3,18 +3,16 @@
 Its rows are gathered. In float64.
 """
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, models_in, shortened
+from claims import assert_equal_to_the_bit, shortened, train_on_one_process, warned
 from keras import ops
 
 import keras_dist
 
-pytestmark = pytest.mark.several_ranks
+pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(51, 4))
@@ -27,13 +25,6 @@ MISSING[50] = Y[50]
 MISSING[:10:2] = np.nan  # the first of two ranks has no label of the first batch
 ONE_HAS_NONE = Y.copy()
 ONE_HAS_NONE[:10:2] = np.nan  # and the other one has all: a mean, as far as it sees
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    """Everything in this file is computed in float64."""
-    with models_in("float64"):
-        yield
 
 
 def masked_mean(y, p):
@@ -159,17 +150,18 @@ def trained(name, fit, *, compiled=None, **options):
     model = keras.Sequential([keras.Input((4,)), *outputs])
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     model.compile(optimizer, loss, **(compiled or {}))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as texts:
         options = {"verbose": 0, **options}
         history = fit(model, X, y, epochs=2, shuffle=False, **options)
-    return model, history.history, [str(warning.message) for warning in caught]
+    return model, history.history, texts
 
 
 def assert_equal(name, *, batch="global", **compiled):
     """All ranks train the model of one process, without a warning."""
     rows = 10 if batch == "global" else 10 * keras_dist.size()
-    plain, expected, _ = trained(name, keras.Model.fit, batch_size=rows)
+    plain = train_on_one_process(
+        lambda: trained(name, keras.Model.fit, batch_size=rows)[:2]
+    )
     model, found, messages = trained(
         name,
         keras_dist.dist_fit,
@@ -181,7 +173,7 @@ def assert_equal(name, *, batch="global", **compiled):
     assert_equal_to_the_bit(model)
     for many, one in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(many, one, rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-9)
+    np.testing.assert_allclose(found["loss"], plain.history["loss"], rtol=1e-9)
     assert not [text for text in messages if "one process" in text], messages
 
 

@@ -1,32 +1,21 @@
 """`batch="global"`: the same script as on one process, and the same model."""
 
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import models_in, raises_everywhere, shortened, state_of
+from claims import distribute_jobs, raises_everywhere, shortened, state_of
 from data_kinds import Sequence
 
 import keras_dist
 
-pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+pytestmark = [
+    pytest.mark.several_ranks,
+    pytest.mark.three_ranks,
+    pytest.mark.usefixtures("in_float64"),
+]
 
 KINDS = ["arrays", "dataset", "shuffled", "endless", "sequence", "generator", "unknown"]
-
-
-@pytest.fixture(autouse=True)
-def exact():
-    """In float64, where rounding hides nothing."""
-    with models_in("float64"):
-        yield
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    """A folder that all ranks have."""
-    return keras_dist.broadcast(str(tmp_path_factory.mktemp("shared")))
 
 
 def rows_of(count, seed):
@@ -77,15 +66,19 @@ def compiled(optimizer=None, loss="binary_crossentropy", **options):
 def trained(arguments, *, is_ours, model=None, options=(), **more):
     """What a fit leaves: states, and its logs."""
     model = model or compiled()
-    keras.utils.set_random_seed(5)
     given = {"verbose": 0, "epochs": 2} | arguments | more
-    if is_ours:
-        options = {"batch": "global"} | dict(options)
-        history = keras_dist.dist_fit(model, **given, **options)
-    else:
-        history = model.fit(**given)
-    logs = {k: v for k, v in history.history.items() if k != "rows_per_second"}
-    return [*state_of(model), *(np.asarray(logs[name]) for name in sorted(logs))]
+    options = {"batch": "global"} | dict(options)
+
+    def fit():
+        keras.utils.set_random_seed(5)
+        if is_ours:
+            history = keras_dist.dist_fit(model, **given, **options)
+        else:
+            history = model.fit(**given)
+        logs = {k: v for k, v in history.history.items() if k != "rows_per_second"}
+        return [*state_of(model), *(np.asarray(logs[name]) for name in sorted(logs))]
+
+    return fit() if is_ours else distribute_jobs([fit])[0]
 
 
 def assert_equal(ours, expected):
@@ -145,7 +138,7 @@ def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
 @pytest.mark.parametrize(
     "kind", shortened(["dataset", "sequence", "unknown"], {"unknown"})
 )
-@pytest.mark.parametrize("batch", ["global", "rank"])
+@pytest.mark.parametrize("batch", shortened(["global", "rank"], {"global"}))
 def test_weights_of_classes_are_those_of_one_process(world, kind, batch):
     """Keras cannot weigh a batch that a rank has no row of: it is done before.
 
@@ -202,57 +195,6 @@ def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
         trained(data, is_ours=True, options=options, callbacks=[Ends()])
     ours = trained(data, is_ours=True, options=options)
     assert_equal(ours, trained(data, is_ours=False))
-
-
-def test_decisions_and_files_are_those_of_one_process(folder):
-    """Stopped epoch, rates, files and counts of batches."""
-    results, saved = [], []
-    for is_ours in (True, False):
-        path = f"{folder}/{is_ours}" + "-{epoch}-{batch}.weights.h5"
-        stopping = keras.callbacks.EarlyStopping("val_auc", mode="max", patience=1)
-        callbacks = [
-            stopping,
-            keras.callbacks.ReduceLROnPlateau("val_loss", patience=0, min_delta=0.5),
-            keras.callbacks.ModelCheckpoint(
-                path, save_weights_only=True, save_freq=5, verbose=0
-            ),
-        ]
-        x, y = rows_of(41, 0)
-        results.append(
-            trained(
-                {"x": x, "y": y, "batch_size": 12, "validation_split": 0.3},
-                is_ours=is_ours,
-                callbacks=callbacks,
-                epochs=6,
-                shuffle=False,
-            )
-        )
-        results[-1].append(np.array(stopping.stopped_epoch))
-        keras_dist.gather("written")
-        saved.append(sorted(p.name.partition("-")[2] for p in _files(folder, is_ours)))
-    assert_equal(*results)
-    assert saved[0] == saved[1] and saved[0]
-
-
-def _files(folder, is_ours):
-    return Path(folder).glob(f"{is_ours}-*")
-
-
-@pytest.mark.parametrize("kind", ["graph", pytest.param("XLA", marks=pytest.mark.long)])
-def test_in_a_graph_and_with_xla(kind):
-    """A rank without a row takes part in the step; one process runs eagerly."""
-    results = [
-        trained(
-            data_of("dataset", 41, 10)
-            | {"shuffle": False, "validation_data": data_of("dataset", 9, 4)["x"]},
-            is_ours=is_ours,
-            model=compiled(
-                run_eagerly=not is_ours, jit_compile=is_ours and kind == "XLA"
-            ),
-        )
-        for is_ours in (True, False)
-    ]
-    assert_equal(*results)
 
 
 def test_a_model_is_evaluated_before_it_was_trained():

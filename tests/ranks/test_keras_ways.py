@@ -24,14 +24,12 @@ ON_TWO = {
 }
 
 ON_THREE = {
-    "generative: variational autoencoder",
     "around fit: the guide's train step with sample weights and class weights",
 }
 
 # With `batch="global"`, on three ranks.
 GLOBAL_ON_THREE = {
     "text and speech: transformer with masks: a tag for each word",
-    "structured data: graph attention: the model is called with the whole graph",
     "around fit: schedules: cosine with warm-up, read at the scaled step",
 }
 

@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, models_in, shortened
+from claims import assert_equal_to_the_bit, shortened
 
 import keras_dist
 from keras_dist.optimizer import is_distributed, optimizers_of
 
-pytestmark = pytest.mark.several_ranks
+pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
 
 @dataclasses.dataclass
@@ -135,13 +135,6 @@ HOLDERS = [
     in_layer,
     of_inner_model,
 ]
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    """Rounding hides no error."""
-    with models_in("float64"):
-        yield
 
 
 def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):

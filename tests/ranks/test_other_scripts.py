@@ -1,7 +1,6 @@
 """What scripts of others do around a fit: found by running them, each a claim."""
 
 import signal
-import warnings
 
 import keras
 import numpy as np
@@ -11,25 +10,15 @@ from claims import (
     assert_equal_to_the_bit,
     largest_difference,
     raises_everywhere,
+    train_on_one_process,
+    warned,
 )
-from data_kinds import Sequence
 from test_patches import make as make_patched
 from test_patches import patched
 
 import keras_dist
 from keras_dist import mixin
 from keras_dist.checkpoint import saver
-from keras_dist.training import same_values
-
-
-def two_outputs():
-    """A model with a dict of two outputs, compiled."""
-    keras.utils.set_random_seed(3)
-    inputs = keras.Input((5,))
-    outputs = {name: keras.layers.Dense(1, name=name)(inputs) for name in ("a", "b")}
-    model = keras.Model(inputs, outputs)
-    model.compile(keras.optimizers.SGD(0.01), {"a": "mse", "b": "mae"})
-    return model
 
 
 class Retrieval(keras.Model):
@@ -52,47 +41,21 @@ class Retrieval(keras.Model):
 def test_targets_in_a_dict_without_weights(world, rows):
     """A model that handles the sample weights itself is given `None`, as by Keras."""
     x, y = rows
-    trained = []
-    for fit in (keras_dist.dist_fit, keras.Model.fit):
+
+    def train(fit, size, **options):
         keras.utils.set_random_seed(3)
         model = Retrieval()
         model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
-        size = world.size if fit is keras.Model.fit else 1
-        options = {} if fit is keras.Model.fit else {"lr_scaling": "none"}
-        targets = {"movie": y[:, None]}
-        fit(
-            model,
-            x[:96],
-            {"movie": targets["movie"][:96]},
-            batch_size=12 // world.size * size,
-            shuffle=False,
-            verbose=0,
-            **options,
-        )
-        trained.append(model)
-    assert largest_difference(*trained) < 1e-5
+        options |= {"batch_size": 12 // world.size * size, "shuffle": False}
+        return model, fit(model, x[:96], {"movie": y[:96, None]}, verbose=0, **options)
 
-
-def test_class_weights_of_two_outputs(rows):
-    """Keras's own error says that they need a single output."""
-    x, y = rows
-    targets = {"a": y, "b": y}
-    expected = None
-    try:
-        two_outputs().fit(x, targets, class_weight={0: 1.0, 1: 2.0}, verbose=0)
-    except ValueError as error:
-        expected = str(error)
-    assert expected is not None and "single output" in expected
-    for message in raises_everywhere(
-        ValueError,
-        lambda: keras_dist.dist_fit(
-            two_outputs(), x, targets, class_weight={0: 1.0, 1: 2.0}, verbose=0
-        ),
-    ):
-        assert expected in message
+    oracle = train_on_one_process(lambda: train(keras.Model.fit, world.size))
+    model, _ = train(keras_dist.dist_fit, 1, lr_scaling="none")
+    assert largest_difference(model, oracle) < 1e-5
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 @pytest.mark.several_ranks
 def test_arrays_that_differ_are_an_error(world, rows, make_model):
     """An unseeded split has the same shapes on all ranks, and other rows."""
@@ -122,28 +85,6 @@ def test_arrays_that_differ_are_an_error(world, rows, make_model):
     fit(make_model(), x[own], y, shard="none", verbose=0)
 
 
-class Counted(np.memmap):
-    """Counts the rows that are read."""
-
-    count = 0
-
-    def __getitem__(self, index):
-        """One row, or more."""
-        Counted.count += np.size(np.arange(len(self))[index])
-        return super().__getitem__(index)
-
-
-@pytest.mark.several_ranks
-def test_comparing_a_large_array_reads_a_part_of_it(world, tmp_path):
-    """Of a file, a few hundred rows."""
-    folder = tmp_path / str(world.rank)
-    folder.mkdir(exist_ok=True)
-    disk = Counted(folder / "x", "float32", "w+", shape=(2**16, 1024))
-    Counted.count = 0
-    same_values.agree_on_arrays({"x": disk})
-    assert 0 < Counted.count <= 256
-
-
 @pytest.mark.several_ranks
 def test_layers_that_differ_are_an_error(world):
     """What a layer has learned from rows, or drawn, beside its weights."""
@@ -152,33 +93,22 @@ def test_layers_that_differ_are_an_error(world):
     numbers = np.arange(12.0, dtype="float32").reshape(12, 1)
     own = world.rank % 2
 
-    def adapted(layer, data):
-        layer.adapt(data)
-        return layer
-
+    layers = keras.layers
+    how = {"output_mode": "multi_hot", "split": None, "standardize": None}
     kinds = {
-        "StringLookup": lambda: adapted(
-            keras.layers.StringLookup(output_mode="one_hot"), words[own : own + 2]
-        ),
-        "TextVectorization": lambda: adapted(
-            keras.layers.TextVectorization(
-                output_mode="multi_hot", split=None, standardize=None
-            ),
-            words[own : own + 2, 0],
-        ),
-        "Normalization": lambda: adapted(
-            keras.layers.Normalization(axis=None), numbers[own:]
-        ),
-        "Discretization": lambda: adapted(
-            keras.layers.Discretization(num_bins=3), numbers[own * 6 :]
-        ),
-        "Masked": lambda: Masked(np.array([1.0, own], "float32")),
+        "StringLookup": (layers.StringLookup(output_mode="one_hot"), words[own:][:2]),
+        "TextVectorization": (layers.TextVectorization(**how), words[own:][:2, 0]),
+        "Normalization": (layers.Normalization(axis=None), numbers[own:]),
+        "Discretization": (layers.Discretization(num_bins=3), numbers[own * 6 :]),
+        "Masked": (Masked(np.array([1.0, own], "float32")), None),
     }
-    for kind, make in kinds.items():
+    for kind, (layer, learned) in kinds.items():
+        if learned is not None:
+            layer.adapt(learned)
         data = words if kind in ("StringLookup", "TextVectorization") else numbers[:3]
         dtype = "string" if data is words else "float32"
         inputs = keras.Input((1,), dtype=dtype)
-        hidden = keras.ops.cast(make()(inputs), "float32")
+        hidden = keras.ops.cast(layer(inputs), "float32")
         model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
         model.compile("sgd", "mse", run_eagerly=True)
         y = np.ones((3, 1))
@@ -187,10 +117,8 @@ def test_layers_that_differ_are_an_error(world):
             keras_dist.dist_fit(model, data, y, batch_size=2, verbose=0)
 
         if kind == "Masked":
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warned("(Masked) differs") as found:
                 fit()
-            found = [each for each in caught if "(Masked) differs" in str(each.message)]
             assert len(found) == int(world.is_first)
         else:
             for message in raises_everywhere(ValueError, fit):
@@ -210,48 +138,17 @@ class Masked(keras.layers.Layer):
         return x * self.mask
 
 
-def test_the_rate_of_an_epoch_is_that_of_its_updates(rows, make_model, tmp_path):
+def test_the_rate_of_an_epoch_is_that_of_its_updates(rows, make_model, folder):
     """`ReduceLROnPlateau` sets the rate of the next epoch before it is logged."""
-    folder = keras_dist.broadcast(str(tmp_path))
-    reduce = keras.callbacks.ReduceLROnPlateau(
-        "loss", factor=0.1, patience=1, min_delta=100.0
-    )
-    keras_dist.dist_fit(
-        make_model(keras.optimizers.SGD(0.01)),
-        *rows,
-        epochs=4,
-        lr_scaling="none",
-        verbose=0,
-        callbacks=[
-            reduce,
-            keras.callbacks.TensorBoard(f"{folder}/board"),
-            keras.callbacks.CSVLogger(f"{folder}/log.csv"),
-        ],
-    )
-    with keras_dist.comm.together():
-        pass
-    with open(f"{folder}/log.csv") as file:
-        names, *lines = (line.strip().split(",") for line in file)
-    logged, shown = (
-        [float(line[names.index(name)]) for line in lines]
-        for name in ("learning_rate", "effective_learning_rate")
-    )
-    assert shown == pytest.approx(logged)
-    assert len(set(np.round(logged, 9))) > 1
-
-
-@pytest.mark.several_ranks
-def test_a_method_that_keras_lacks(rows, monkeypatch):
-    """What was replaced before it is taken back, as in a Keras of another version."""
-    name = "_aggregate_additional_loss"
-    owners = [cls for cls in keras.Model.__mro__ if name in vars(cls)]
-    before = keras.losses.Loss.__call__, tf.GradientTape.gradient
-    model = make_patched()
-    for owner in owners:
-        monkeypatch.delattr(owner, name)
-    with pytest.raises(AttributeError, match=name):
-        keras_dist.dist_fit(model, *rows, verbose=0)
-    assert (keras.losses.Loss.__call__, tf.GradientTape.gradient) == before
+    sgd, how = keras.optimizers.SGD(0.01), {"patience": 1, "min_delta": 100.0}
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, **how),
+        keras.callbacks.TensorBoard(f"{folder}/board"),
+    ]
+    given = {"epochs": 4, "lr_scaling": "none", "verbose": 0, "callbacks": callbacks}
+    logs = keras_dist.dist_fit(make_model(sgd), *rows, **given).history
+    assert logs["effective_learning_rate"] == pytest.approx(logs["learning_rate"])
+    assert len(set(np.round(logs["learning_rate"], 9))) > 1
 
 
 @pytest.mark.two_ranks
@@ -324,8 +221,8 @@ def shuffled(rows, batch_size, kind):
     "kind",
     [
         pytest.param("known", marks=pytest.mark.long),
-        "unknown length",
-        pytest.param("left over", marks=pytest.mark.three_ranks),
+        pytest.param("unknown length", marks=pytest.mark.long),
+        "left over",
         pytest.param("two shuffles", marks=pytest.mark.long),
         pytest.param("cache", marks=pytest.mark.long),
     ],
@@ -359,10 +256,8 @@ def test_a_shuffle_that_differs_between_the_ranks_warns(
     tf.random.set_seed(world.rank)  # as it is where a script sets no seed
     data = tf.data.Dataset.from_tensor_slices(rows)
     data = data.shuffle(200, seed=world.rank + 1 if has_seed else None).batch(10)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("come twice") as found:
         keras_dist.dist_fit(make_model(), data, verbose=0)
-    found = [str(each.message) for each in caught if "come twice" in str(each.message)]
     assert len(found) == int(world.is_first)
     assert all("pass `seed` to `shuffle`" in text for text in found)
     if has_seed:
@@ -386,21 +281,14 @@ class Noisy(keras.Model):
     def __init__(self, batch_size, kind):
         super().__init__()
         self.kind, self.batch_size = kind, batch_size
-        if kind == "embedding":
-            self.hidden = keras.layers.Embedding(7, 4)
-        else:
-            self.hidden = keras.layers.Dense(4, use_bias=kind != "norm")
+        self.hidden = keras.layers.Dense(4, use_bias=kind != "norm")
         self.norm = keras.layers.BatchNormalization(synchronized=True)
         self.out = keras.layers.Dense(1)
         self.tracker = keras.metrics.Mean(name="tracked")
 
     def call(self, x, training=None):
         """One number for each row."""
-        if self.kind == "embedding":
-            x = self.hidden(tf.cast(x[:, :3] > 0, tf.int32) * 2)
-            x = tf.reduce_mean(x, axis=1)
-        else:
-            x = self.hidden(x)
+        x = self.hidden(x)
         if self.kind == "norm":
             x = self.norm(x, training=training)
         return self.out(x)
@@ -426,65 +314,41 @@ class Noisy(keras.Model):
         return {"tracked": self.tracker.result()}
 
 
-def in_batches(rows, batch_size, source, *, drop=True):
+def in_batches(rows, batch_size, *, drop=False):
     """50 rows in batches: of 10 rows, they are 5, and one is left over."""
-    x, y = rows[0][:50], rows[1][:50]
-    if source == "dataset":
-        data = tf.data.Dataset.from_tensor_slices((x, y))
-        return data.batch(batch_size, drop_remainder=drop).prefetch(1)
-    if source == "unknown length":
-        data = in_batches(rows, batch_size, "dataset", drop=drop)
-        return data.filter(lambda x, y: True)
-    if source == "generator":
-        count = -(-50 // batch_size)
-        spans = [slice(n * batch_size, (n + 1) * batch_size) for n in range(count)]
-        return ((x[span], y[span]) for span in spans * 2)
-    return Sequence(x, y, [batch_size])
+    data = tf.data.Dataset.from_tensor_slices(tuple(array[:50] for array in rows))
+    return data.batch(batch_size, drop_remainder=drop).prefetch(1)
 
 
 @pytest.mark.several_ranks
 @pytest.mark.parametrize(
-    ("kind", "source"),
+    "kind",
     [
-        pytest.param("mean", "dataset", marks=pytest.mark.three_ranks),
-        pytest.param("mean", "sequence", marks=pytest.mark.long),
-        ("masked", "dataset"),
-        pytest.param("embedding", "dataset", marks=pytest.mark.long),
+        pytest.param("mean", marks=pytest.mark.three_ranks),
+        "masked",
         pytest.param(
-            *("norm", "dataset"),
-            marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
+            "norm", marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three]
         ),
     ],
 )
-def test_batches_that_cannot_be_cut_go_whole_to_one_rank(world, rows, kind, source):
+def test_batches_that_cannot_be_cut_go_whole_to_one_rank(world, rows, kind):
     """Noise of a constant shape fits them, and no row is left out or counted twice."""
-    trained = []
-    for batch_size in (10, None):
+
+    def train(fit, batch_size, data, **options):
         keras.utils.set_random_seed(3)
         model = Noisy(batch_size, kind)
         model.compile(keras.optimizers.Adam(0.01))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if batch_size is None:
-                size = 10 * world.size
-                data = in_batches(rows, size, "dataset", drop=False)
-                history = model.fit(data, epochs=2, shuffle=False, verbose=0)
-            else:
-                history = keras_dist.dist_fit(
-                    model,
-                    in_batches(rows, batch_size, source),
-                    epochs=2,
-                    shuffle=False,
-                    verbose=0,
-                    lr_scaling="none",
-                )
-        texts = [str(each.message) for each in caught]
-        assert not [text for text in texts if "cannot be seen from the graph" in text]
-        trained.append((model, history.history["tracked"]))
-    (model, logged), (oracle, expected) = trained
-    assert int(model.optimizer.iterations) == int(oracle.optimizer.iterations)
+        return model, fit(model, data, epochs=2, shuffle=False, verbose=0, **options)
+
+    data = in_batches(rows, 10 * world.size)
+    oracle = train_on_one_process(lambda: train(keras.Model.fit, None, data))
+    data = in_batches(rows, 10, drop=True)
+    with warned("cannot be seen from the graph") as texts:
+        model, history = train(keras_dist.dist_fit, 10, data, lr_scaling="none")
+    assert not texts
     assert largest_difference(model, oracle) < 2e-5
-    assert logged == pytest.approx(expected, rel=1e-5)
+    expected = pytest.approx(oracle.history["tracked"], rel=1e-5)
+    assert history.history["tracked"] == expected
     assert_equal_to_the_bit(model)
 
 
@@ -501,22 +365,15 @@ class OfMolecules(keras.Model):
         return self.out(tf.math.segment_sum(self.atoms(atoms), owner))
 
 
-def merged(batch_size, *, is_shuffled, makes_sequence=False):
+def merged(batch_size):
     """Batches of molecules of 1 to 5 atoms; their tensors differ in length."""
     random = np.random.default_rng(1)
     counts = np.arange(22) % 5 + 1
     atoms = random.normal(size=(counts.sum(), 3)).astype("float32")
     y = random.normal(size=(len(counts), 1)).astype("float32")
     ragged = tf.RaggedTensor.from_row_lengths(atoms, counts)
-
-    def as_one_graph(x, y):
-        return (x.merge_dims(0, 1), x.value_rowids()), y
-
-    keras.utils.set_random_seed(5)
-    data = tf.data.Dataset.from_tensor_slices((ragged, y))
-    data = data.shuffle(30, seed=2) if is_shuffled else data
-    data = data.batch(batch_size).map(as_one_graph)
-    return list(data.as_numpy_iterator()) if makes_sequence else data
+    data = tf.data.Dataset.from_tensor_slices((ragged, y)).batch(batch_size)
+    return data.map(lambda x, y: ((x.merge_dims(0, 1), x.value_rowids()), y))
 
 
 class Listed(keras.utils.PyDataset):
@@ -534,121 +391,43 @@ class Listed(keras.utils.PyDataset):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param("dataset", marks=pytest.mark.three_ranks),
-        pytest.param("shuffled", marks=pytest.mark.long),
-        pytest.param("sequence", marks=pytest.mark.long),
-    ],
-)
-def test_batches_whose_tensors_differ_in_length(world, source):
+@pytest.mark.three_ranks
+@pytest.mark.slow_on_three
+def test_batches_whose_tensors_differ_in_length(world):
     """They are whole, in training and in validation, and weigh by their targets."""
-    trained = []
-    for size in (1, world.size):
-        is_shuffled = source == "shuffled"
-        data = merged(2 * size, is_shuffled=is_shuffled)
-        validation = merged(3 * size, is_shuffled=False)
-        if source == "sequence" and not trained:
-            data = Listed(merged(2 * size, is_shuffled=False, makes_sequence=True))
+
+    def train(fit, size, **options):
         keras.utils.set_random_seed(3)
         model = OfMolecules()
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-        fit = keras.Model.fit if trained else keras_dist.dist_fit
-        options = {} if trained else {"lr_scaling": "none"}
-        history = fit(
-            model,
-            data,
-            validation_data=validation,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            **options,
-        )
-        trained.append((model, history.history))
-    (model, logged), (oracle, expected) = trained
+        options |= {"epochs": 2, "shuffle": False, "verbose": 0}
+        options["validation_data"] = merged(3 * size)
+        return model, fit(model, merged(2 * size), **options)
+
+    oracle = train_on_one_process(lambda: train(keras.Model.fit, world.size))
+    model, history = train(keras_dist.dist_fit, 1, lr_scaling="none")
     assert largest_difference(model, oracle) < 2e-5
     # Not the losses: Keras weighs those of batches by their atoms.
     for name in ("mae", "val_mae"):
-        assert logged[name] == pytest.approx(expected[name], rel=1e-5), name
+        expected = pytest.approx(oracle.history[name], rel=1e-5)
+        assert history.history[name] == expected, name
     assert_equal_to_the_bit(model)
 
 
 @pytest.mark.several_ranks
-@pytest.mark.parametrize("source", ["dataset", "unknown length"])
-def test_left_over_batches_have_the_weights_of_their_classes(
-    world, rows, make_model, source
-):
+def test_left_over_batches_have_the_weights_of_their_classes(world, rows, make_model):
     """One batch is left over: the weights of one process with the global batch."""
     count, weights = 50 // (world.size * 2 + 1), {0: 0.3, 1: 2.0}
     total = count * (world.size * 2 + 1)
     arrays = [array[:total] for array in rows]
     model, oracle = make_model(), make_model()
     options = {"class_weight": weights, "epochs": 2, "verbose": 0, "shuffle": False}
-    data = in_batches(arrays, count, source, drop=False)
+    data = in_batches(arrays, count)
     keras_dist.dist_fit(model, data, lr_scaling="none", **options)
-    size = count * world.size
-    oracle.fit(in_batches(arrays, size, "dataset", drop=False), **options)
+    oracle.fit(in_batches(arrays, count * world.size), **options)
     assert int(model.optimizer.iterations) == int(oracle.optimizer.iterations) == 6
     assert largest_difference(model, oracle) < 1e-5
     assert_equal_to_the_bit(model)
-
-
-class Augments(keras.Model):
-    """Changes a variable in its step, by what it sees in the batch."""
-
-    def __init__(self, *, is_weight=False):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        if is_weight:
-            self.p = self.add_weight(shape=(), initializer="zeros", trainable=False)
-        else:
-            self.p = tf.Variable(0.0, trainable=False)
-
-    def call(self, x):
-        """One number for each row."""
-        return self.dense(x)
-
-    def train_step(self, data):
-        """Keras's own step, and what an augmentation learns of its batch."""
-        logs = super().train_step(data)
-        step = tf.reduce_mean(tf.sign(data[0][:, 0])) / 50
-        self.p.assign(tf.clip_by_value(self.p + step, -1.0, 1.0))
-        return logs
-
-
-@pytest.mark.several_ranks
-@pytest.mark.parametrize(
-    "is_compiled", [False, pytest.param(True, marks=pytest.mark.long)]
-)
-def test_a_raw_variable_is_named_by_a_warning(world, rows, is_compiled):
-    """Each rank has its own; one that is a weight is averaged, as before."""
-    x, y = rows[0][:96], rows[1][:96]
-    for is_weight in (False, True):
-        model = Augments(is_weight=is_weight)
-        model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=is_compiled)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            keras_dist.dist_fit(model, x, y, batch_size=12, shuffle=False, verbose=0)
-        found = [str(one.message) for one in caught if "own value" in str(one.message)]
-        if is_weight or not world.is_first:
-            assert found == []
-        else:
-            assert len(found) >= 1 and "augments" in found[0] and ".p" in found[0]
-
-
-@pytest.mark.several_ranks
-def test_the_plan_says_how_many_rows_a_batch_has(world, rows, make_model, capsys):
-    """Of batched data too, where that is known."""
-    for data in (
-        in_batches(rows, 10, "dataset", drop=False),
-        in_batches(rows, 10, "sequence"),
-        in_batches(rows, 10, "generator"),
-    ):
-        keras_dist.dist_fit(make_model(), data, verbose=2)
-        printed = capsys.readouterr().out
-        if world.is_first:
-            assert f"10 rows per rank, {10 * world.size} global" in printed
 
 
 class OfPairs(keras.Model):
@@ -679,23 +458,21 @@ class OfPairs(keras.Model):
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_a_single_array_is_not_cut(world):
     """Its first axis is two examples of each class, which have to stay together."""
     pairs = np.random.default_rng(3).normal(size=(world.size + 1, 2, 3, 5))
     pairs = pairs.astype("float32")
-    trained = []
-    for is_plain in (False, True):
+
+    def train(fit, batches, **options):
         keras.utils.set_random_seed(3)
         model = OfPairs()
-        model.compile(keras.optimizers.SGD(0.1), run_eagerly=is_plain)
-        if is_plain:
-            batches = [pairs[: world.size], pairs[world.size :]]
-            model.fit(Listed(batches), shuffle=False, epochs=2, verbose=0)
-        else:
-            data = Listed(list(pairs))
-            keras_dist.dist_fit(
-                model, data, shuffle=False, epochs=2, lr_scaling="none", verbose=0
-            )
-        trained.append(model)
-    assert largest_difference(*trained) < 2e-5
-    assert_equal_to_the_bit(trained[0])
+        model.compile(keras.optimizers.SGD(0.1), run_eagerly=fit is keras.Model.fit)
+        options |= {"shuffle": False, "epochs": 2, "verbose": 0}
+        return model, fit(model, Listed(batches), **options)
+
+    batches = [pairs[: world.size], pairs[world.size :]]
+    oracle = train_on_one_process(lambda: train(keras.Model.fit, batches))
+    model, _ = train(keras_dist.dist_fit, list(pairs), lr_scaling="none")
+    assert largest_difference(model, oracle) < 2e-5
+    assert_equal_to_the_bit(model)

@@ -219,7 +219,7 @@ def test_ranks_of_a_host_do_not_cache_in_one_file(tmp_path_factory, world, name)
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("batch", ["global", "rank"])
+@pytest.mark.parametrize("batch", shortened(["global", "rank"], {"global"}))
 def test_sparse_matrices_of_scipy_are_sharded_by_row(world, batch):
     """In training, validation, evaluation and prediction, as on one process."""
     matrix = scipy.sparse.random(46, 5, 0.4, "csr", "float32", random_state=1)

@@ -1,12 +1,10 @@
 """`ReplicaCheck` finds what differs between ranks, and nothing else."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import KERAS, assert_equal_to_the_bit, raises_everywhere
+from claims import KERAS, assert_equal_to_the_bit, raises_everywhere, warned
 
 import keras_dist
 
@@ -61,6 +59,7 @@ def ranks_in_words():
 
 @several_ranks
 @three_ranks
+@pytest.mark.slow_on_three
 def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
     """At the next check: of a weight by a thousandth, of a slot, and to NaN."""
     last, others = ranks_in_words()
@@ -111,11 +110,9 @@ def test_resync_makes_the_ranks_equal_again(rows, make_model):
     """With checks after every second step, two updates use the wrong gradients."""
     model, oracle = make_model(), make_model()
     fit(oracle, rows, shuffle=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("hold the same model") as found:
         check = keras_dist.ReplicaCheck(every=2, action="resync")
         fit(model, rows, Changes(kernel, 7.0), check, shuffle=False)
-    found = [str(w.message) for w in caught if "hold the same model" in str(w.message)]
     assert len(found) == (keras_dist.rank() == 0)
     assert all("They are copied from rank 0 to all." in text for text in found)
     assert_equal_to_the_bit(model)

@@ -6,13 +6,12 @@ import itertools
 import os
 import resource
 import time
-import warnings
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import raises_everywhere, shortened
+from claims import raises_everywhere, shortened, warned
 from resumable import (
     NUM_ROWS,
     Batches,
@@ -54,13 +53,8 @@ def is_same(one, other):
     )
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    """One folder for all ranks."""
-    return keras_dist.broadcast(str(tmp_path_factory.mktemp("resume")))
-
-
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_a_training_that_was_ended_resumes_to_the_bit(folder):
     """Also repeatedly; every row is read once; saving itself changes nothing."""
     steps = -(-NUM_ROWS // (BATCH * keras_dist.size()))
@@ -277,10 +271,8 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before(folder):
         newest = max(os.listdir(f"{folder}/cut"))
         os.truncate(f"{folder}/cut/{newest}", 1000)
     keras_dist.gather("cut short")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("damaged") as messages:
         again = small(f"{folder}/cut", epochs=3)
-    messages = [str(w.message) for w in caught if "damaged" in str(w.message)]
     assert len(messages) == (keras_dist.rank() == 0)
     for one, other in zip(whole.weights, again.weights, strict=True):
         assert (one.numpy() == other.numpy()).all()
@@ -306,10 +298,8 @@ class Fills(keras.callbacks.Callback):
 
 def test_a_full_disk_is_a_warning_and_costs_no_checkpoint(folder):
     """Training continues; the checkpoint before remains, and its room is used again."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("File too large") as messages:
         small(f"{folder}/kept", epochs=2, callbacks=[Fills(f"{folder}/kept")])
-    messages = [str(w.message) for w in caught if "File too large" in str(w.message)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert len(messages) == (keras_dist.rank() == 0)
     keras_dist.gather("the first rank has given the folder back")

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,12 +17,6 @@ from keras_dist.training import saving
 
 pytestmark = pytest.mark.several_ranks
 TIMES = 5
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One folder for all ranks."""
-    return Path(keras_dist.broadcast(str(tmp_path)))
 
 
 @pytest.fixture(scope="module")

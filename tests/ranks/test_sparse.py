@@ -236,7 +236,10 @@ GRAPH = {"run_eagerly": False}
         pytest.param(
             *("Adam {}", WordsAndPositions, {}, []), marks=pytest.mark.several_ranks
         ),
-        pytest.param(*("Adam {}", Positions, GRAPH, []), marks=pytest.mark.three_ranks),
+        pytest.param(
+            *("Adam {}", Positions, GRAPH, []),
+            marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
+        ),
         pytest.param(
             *("Adagrad", Positions, GRAPH | {"jit_compile": True}, []),
             marks=[pytest.mark.several_ranks, pytest.mark.long],

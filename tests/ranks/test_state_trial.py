@@ -1,28 +1,19 @@
 """Metrics and state that several ranks do not add up to are named, with numbers."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import models_in
+from claims import shortened, warned
 from keras import ops
 
 import keras_dist
 
-pytestmark = pytest.mark.several_ranks
+pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(3, 5, size=(40, 4))
 Y = RANDOM.random((40, 1))
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    """Everything in this file is computed in float64."""
-    with models_in("float64"):
-        yield
 
 
 def dice(y, p):
@@ -117,17 +108,13 @@ def messages_of(middle=(), metrics=(), **compiled):
         [keras.Input((4,)), *middle, keras.layers.Dense(1, activation="sigmoid")]
     )
     model.compile("sgd", "mse", metrics=list(metrics), **compiled)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("was tried") as texts:
         keras_dist.dist_fit(model, X, Y, batch_size=16, batch="global", verbose=0)
-    texts = [str(warning.message) for warning in caught]
-    return [text for text in texts if "was tried" in text], model
+    return texts, model
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize(
-    "how", [{}, pytest.param({"run_eagerly": True}, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("how", shortened([{}, {"run_eagerly": True}], [{}]))
 def test_what_does_not_add_up_is_said_once(world, how):
     """With the value of the batch, and the value of its parts."""
     metrics = [dice, mean_error, PerBatch(), "mae", keras.metrics.AUC(name="auc")]
@@ -143,6 +130,7 @@ def test_what_does_not_add_up_is_said_once(world, how):
 
 
 @pytest.mark.three_ranks
+@pytest.mark.slow_on_three
 def test_what_says_how_it_is_combined_is_not(world):
     """By `merge_states`, or by the `aggregation` of its weights."""
     messages, _ = messages_of([Standardize("sum")], [Merges()])

@@ -1,27 +1,18 @@
 """A step is tried before the first update: what N ranks cannot equal is said."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, models_in, shortened
+from claims import assert_equal_to_the_bit, shortened, warned
 
 import keras_dist
 
-pytestmark = pytest.mark.several_ranks
+pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 3))
 Y = RANDOM.normal(size=(48, 1))
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    """Everything in this file is computed in float64."""
-    with models_in("float64"):
-        yield
 
 
 class Steps(keras.Sequential):
@@ -79,13 +70,11 @@ def make(way, rate=0.0, *, normalizes=False):
 
 def fit(model):
     """Train on all ranks, and return the warnings of the trial."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned("differs from the gradient of the whole") as texts:
         keras_dist.dist_fit(
             model, X, Y, batch_size=24, batch="global", shuffle=False, verbose=0
         )
-    texts = [str(warning.message) for warning in caught]
-    return [text for text in texts if "differs from the gradient of the whole" in text]
+    return texts
 
 
 @pytest.mark.parametrize("way", shortened(["clip", "ratio", "adversarial"], {"clip"}))

@@ -4,7 +4,6 @@ import copy
 import pickle
 import resource
 import signal
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -14,12 +13,6 @@ from claims import assert_equal_to_the_bit, shortened
 import keras_dist
 
 several_ranks = pytest.mark.several_ranks
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """One folder for all ranks."""
-    return Path(keras_dist.broadcast(str(tmp_path)))
 
 
 class Fails(keras.callbacks.Callback):
@@ -182,30 +175,6 @@ def test_ranks_may_be_given_different_callbacks(world, rows, make_model, folder)
     fit(model, rows, *writes, Reads())
     for own, other in zip(model.get_weights(), twin.get_weights(), strict=True):
         assert (own == other).all()
-
-
-def test_what_all_ranks_save_is_whole(rows, make_model, folder):
-    """One file that every rank writes, at the end of epochs and of the training."""
-
-    class Saves(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.save(folder / "model.keras")
-
-        def on_train_end(self, logs=None):
-            self.model.save_weights(folder / "end.weights.h5")
-
-    model = make_model()
-    fit(model, rows, Saves())
-    for name in ("model.keras", "end.weights.h5"):
-        twin = make_model(seed=8)
-        twin.load_weights(folder / name)
-        for own, other in zip(model.get_weights(), twin.get_weights(), strict=True):
-            assert (own == other).all()
-    keras_dist.gather("loaded")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "end.weights.h5",
-        "model.keras",
-    ]
 
 
 class _FullDisk(keras.callbacks.Callback):

@@ -4,21 +4,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, models_in
+from claims import assert_equal_to_the_bit, distribute_jobs
 
 import keras_dist
 
-pytestmark = pytest.mark.several_ranks
+pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
 ROWS = 26  # with batches of 4: the last ones are fewer, and one of them is smaller
 
 
 class Sequence(keras.utils.PyDataset):
-    """Batches as `wrap` makes them."""
+    """Batches of some structure of arrays."""
 
-    def __init__(self, arrays, batch_size, wrap):
+    def __init__(self, x, batch_size):
         super().__init__()
-        self.arrays, self.batch_size, self.wrap = arrays, batch_size, wrap
+        self.x, self.batch_size = x, batch_size
 
     @property
     def num_batches(self):
@@ -26,7 +26,7 @@ class Sequence(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return self.wrap(self.arrays["a"][rows], self.arrays["b"][rows])
+        return keras.tree.map_structure(lambda array: array[rows], self.x)
 
 
 class Autoencoder(keras.Model):
@@ -80,94 +80,57 @@ def structure_of(data):
     return None if data is None else tuple(data.shape)[1:]
 
 
-def alone(a, _):
-    return a
+WRAPS = {
+    "alone": lambda a, b: a,
+    "tuple of one": lambda a, b: (a,),
+    "pair in tuple": lambda a, b: ((a, b),),
+    "dict": lambda a, b: {"first": a, "second": b},
+    "dict in tuple": lambda a, b: ({"first": a, "second": b},),
+    "list": lambda a, b: [a, b],
+}
 
 
-def tuple_of_one(a, _):
-    return (a,)
+def dataset(x, size):
+    return tf.data.Dataset.from_tensor_slices(x).batch(size)
 
 
-def pair_in_tuple(a, b):
-    return ((a, b),)
-
-
-def as_dict(a, b):
-    return {"first": a, "second": b}
-
-
-def dict_in_tuple(a, b):
-    return (as_dict(a, b),)
-
-
-def listed(a, b):
-    return [a, b]
-
-
-def dataset(wrap):
-    return lambda arrays, size: tf.data.Dataset.from_tensor_slices(
-        wrap(arrays["a"], arrays["b"])
-    ).batch(size)
-
-
-def filtered(wrap):
-    return lambda arrays, size: dataset(wrap)(arrays, size).filter(
-        lambda *_: tf.constant(True)
-    )
-
-
-def sequence(wrap):
-    return lambda arrays, size: Sequence(arrays, size, wrap)
-
-
-def generator(wrap):
-    def make(arrays, size):
-        batches = Sequence(arrays, size, wrap)
-        return (batches[index] for index in range(batches.num_batches))
-
-    return make
-
-
-def arrays(wrap):
-    return lambda arrays, _: wrap(arrays["a"], arrays["b"])
+def generator(x, size):
+    batches = Sequence(x, size)
+    return (batches[index] for index in range(batches.num_batches))
 
 
 KINDS = {
-    "arrays": (arrays, [alone, as_dict, listed]),
-    "data set": (dataset, [alone, tuple_of_one, pair_in_tuple, as_dict, dict_in_tuple]),
-    "filtered": (filtered, [alone, tuple_of_one]),
-    "sequence": (sequence, [alone, tuple_of_one, pair_in_tuple]),
-    "generator": (generator, [tuple_of_one, dict_in_tuple]),
+    "arrays": (lambda x, size: x, ["alone", "dict", "list"]),
+    "data set": (dataset, [name for name in WRAPS if name != "list"]),
+    "filtered": (
+        lambda x, size: dataset(x, size).filter(lambda *_: tf.constant(True)),
+        ["alone", "tuple of one"],
+    ),
+    "sequence": (Sequence, ["alone", "tuple of one", "pair in tuple"]),
+    "generator": (generator, ["tuple of one", "dict in tuple"]),
 }
-LONG = {"arrays-as_dict", "sequence-pair_in_tuple", "generator-dict_in_tuple"}
-LONG |= {"sequence-alone", "data set-pair_in_tuple", "data set-as_dict"}
-LONG |= {"data set-alone", "filtered-tuple_of_one"}
+LONG = {"arrays-dict", "data set-alone", "data set-dict", "data set-tuple of one"}
+LONG |= {"data set-pair in tuple", "filtered-tuple of one", "filtered-alone"}
+LONG |= {"sequence-alone", "sequence-tuple of one", "sequence-pair in tuple"}
+LONG |= {"generator-dict in tuple"}
 CASES = [
-    pytest.param(kind(wrap), id=name, marks=[pytest.mark.long] if name in LONG else [])
-    for title, (kind, wraps) in KINDS.items()
+    pytest.param(make, WRAPS[wrap], id=name, marks=[pytest.mark.long] * (name in LONG))
+    for kind, (make, wraps) in KINDS.items()
     for wrap in wraps
-    for name in [f"{title}-{wrap.__name__}"]
+    for name in [f"{kind}-{wrap}"]
 ]
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-    """Rounding hides no error."""
-    with models_in("float64"):
-        yield
-
-
-def trained(make, fit, size, validation_size=4, **arguments):
-    generator = np.random.default_rng(1)
-    named = {name: generator.normal(size=(ROWS, 3)) for name in ("a", "b")}
+def trained(make, wrap, fit, size, validation_size=4, **arguments):
+    rows = wrap(*np.random.default_rng(1).normal(size=(2, ROWS, 3)))
     keras.utils.set_random_seed(5)
     model = Autoencoder()
     model(np.zeros((1, 3)))
     model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
-    x = make(named, size)
+    x = make(rows, size)
     if hasattr(x, "shape") or isinstance(x, (dict, list)):
         arguments["batch_size"] = size
-    validation = make(named, validation_size)
+    validation = make(rows, validation_size)
     if isinstance(validation, list):
         validation = (validation,)
     history = fit(
@@ -176,13 +139,18 @@ def trained(make, fit, size, validation_size=4, **arguments):
     return model, history.history
 
 
-@pytest.mark.parametrize("make", CASES)
-def test_steps_get_the_structure_that_keras_gives(world, make):
+@pytest.mark.parametrize(("make", "wrap"), CASES)
+def test_steps_get_the_structure_that_keras_gives(world, make, wrap):
     """The same containers in the train and the test step, the same weights and logs."""
-    expected, logs = trained(make, keras.Model.fit, 4 * world.size)
-    model, own_logs = trained(make, keras_dist.dist_fit, 4, lr_scaling="none")
-    assert model.structures == expected.structures
-    for own, other in zip(model.weights, expected.weights, strict=True):
+
+    def train_plainly():
+        model, logs = trained(make, wrap, keras.Model.fit, 4 * world.size)
+        return repr(model.structures), model.get_weights(), logs
+
+    [(structures, weights, logs)] = distribute_jobs([train_plainly])
+    model, own_logs = trained(make, wrap, keras_dist.dist_fit, 4, lr_scaling="none")
+    assert repr(model.structures) == structures
+    for own, other in zip(model.weights, weights, strict=True):
         np.testing.assert_allclose(own, other, rtol=0, atol=1e-10)
     for name in ("mean", "val_mean"):
         np.testing.assert_allclose(own_logs[name], logs[name], rtol=0, atol=1e-10)

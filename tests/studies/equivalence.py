@@ -1,10 +1,6 @@
-"""All ranks against one process.
+"""All ranks against one process: writes docs/equivalence.md.
 
-Usage, with PYTHONPATH=tests and the arguments of tests/studies/equivalence.py:
-
-    (none)            write docs/equivalence.md
-    cases             write all but the part of keras.io
-    ways              write its part of keras.io alone
+With a pattern, what matches it alone is measured and printed.
 """
 
 import json
@@ -18,7 +14,7 @@ from launch import ROOT, launch
 
 PAGE = ROOT / "docs" / "equivalence.md"
 
-# The tolerance in float32, as `TOLERANCES` in tests/ranks/keras_ways/way.py has it.
+# The tolerance of cases in float32.
 SINGLE = 1e-5
 
 _HEAD = """# N ranks against one process
@@ -44,12 +40,10 @@ _WAYS = """## Ways to train that keras.io shows
 
 Small models of `tests/ranks/keras_ways/`, each trained as an example or a guide of
 Keras trains its own: by plain `fit` on one process with the global batch, and by
-`dist_fit` at the same learning rate. All weights, the state of the optimizers and the
-logs are compared. The tolerance is 1e-10 in float64 and 1e-5 in float32; where a name
-has a *, Keras itself computes a part in float32, and 1e-5 is that of both. A + stands
-behind a number above it in a tensor that is nearly zero: the difference itself is at
-most 1e-7 there, the rounding of a number near one. After each training all ranks held
-the same bits.
+`dist_fit` at the same learning rate, in float64. All weights, the state of the
+optimizers and the logs are compared. The tolerance is 1e-10; where a name has a *,
+Keras itself computes a part in float32, and it is 1e-5. After each training all ranks
+held the same bits.
 """
 
 
@@ -92,100 +86,59 @@ def page(results):
     """The text of docs/equivalence.md."""
     versions = results[2]["versions"]
     software = " and ".join(f"{name} {version}" for name, version in versions.items())
-    return "\n".join([_HEAD.format(versions=software), *tables(results).values()])
+    return "\n".join([_HEAD.format(versions=software), *tables(results)])
 
 
 def tables(results):
-    """The text about each part, by its title."""
+    """The tables of all parts, one after the other."""
     kinds = [(ranks, is_global) for ranks in (2, 3) for is_global in (False, True)]
     found = {
         (ranks, row["is_global"], row["part"], row["name"]): row
         for ranks, result in results.items()
         for row in result["rows"]
     }
-    rows = [row for row in results[2]["rows"] if not row["is_global"]]
-    columns = [
-        [found.get((*kind, row["part"], row["name"])) for row in rows] for kind in kinds
-    ]
+    first = [row for row in results[2]["rows"] if not row["is_global"]]
     shared = ', batch="global"'
     heads = [f"{ranks} ranks" + shared * is_global for ranks, is_global in kinds]
-    texts = {}
-    for part, rows in groupby(zip(*columns, strict=True), key=lambda c: c[0]["part"]):
-        is_code = "_" in part
-        title = f"## `{part}`" if is_code else f"## {part[0].upper()}{part[1:]}"
-        lines = [title, ""]
-        lines += [f"| case | {' | '.join(heads)} |", "|---" * 5 + "|"]
-        for of_kinds in rows:
-            cells = [f"`{of_kinds[0]['name']}`", *map(_case_cell, of_kinds)]
-            lines += [f"| {' | '.join(cells)} |"]
-        texts[title] = "\n".join([*lines, ""])
-    return texts
+    is_ways = False
+    for part, rows in groupby(first, key=lambda row: row["part"]):
+        rows = list(rows)
+        if rows[0]["is_way"] and not is_ways:
+            is_ways = True
+            yield _WAYS
+        title = f"`{part}`" if "_" in part else part[0].upper() + part[1:]
+        yield f"{'###' if is_ways else '##'} {title}\n"
+        yield f"| {'way' if is_ways else 'case'} | {' | '.join(heads)} |"
+        yield "|---" * 5 + "|"
+        for row in rows:
+            cells = [found.get((*kind, part, row["name"])) for kind in kinds]
+            yield f"| {_name(row)} | {' | '.join(map(_cell, cells))} |"
+        yield ""
 
 
-def _case_cell(row):
+def _name(row):
+    """A way has a * where Keras computes in float32."""
+    is_single = " *" * (row["tolerance"] == SINGLE)
+    return f"{row['name']}{is_single}" if row["is_way"] else f"`{row['name']}`"
+
+
+def _cell(row):
     """The difference, and its tolerance if it is not the usual one; – if not tried."""
     if row is None:
         return "–"
     mark = "*" if row["is_measured"] else ""
-    usual = row["tolerance"] == SINGLE and not mark
-    tolerance = "" if usual else f" ({row['tolerance']:.1e}{mark})"
+    is_usual = row["is_way"] or row["tolerance"] == SINGLE and not mark
+    tolerance = "" if is_usual else f" ({row['tolerance']:.1e}{mark})"
     return f"{row['difference']:.1e}{tolerance}"
-
-
-def ways_of_page(results):
-    """The text of docs/equivalence.md about the ways of keras.io."""
-    lines = [_WAYS]
-    kinds = [("float64", False), ("float32", False), ("float64", True)]
-    rows = [
-        [
-            row
-            for row in results[ranks]["rows"]
-            if (row["dtype"], row["is_global"]) == kind
-        ]
-        for ranks in (2, 3)
-        for kind in kinds
-    ]
-    columns = list(zip(*rows, strict=True))
-    for part, of_part in groupby(columns, key=lambda column: column[0]["part"]):
-        lines += [f"### {part[0].upper()}{part[1:]}", ""]
-        cells = [f'{n} ranks, float64 | float32 | batch="global"' for n in (2, 3)]
-        lines += [f"| way | {' | '.join(cells)} |", "|---" * 7 + "|"]
-        for column in of_part:
-            is_single = column[0]["tolerance"] == SINGLE
-            cells = [column[0]["name"] + (" *" if is_single else "")]
-            cells += map(_way_cell, column)
-            lines += [f"| {' | '.join(cells)} |"]
-        lines += [""]
-    return "\n".join(lines)
-
-
-def _way_cell(row):
-    """The difference, with its mark where it is above the tolerance of all ways."""
-    return f"{row['difference']:.1e}" + " +" * (row["difference"] > SINGLE)
-
-
-def measured(*arguments):
-    """What 2 and 3 ranks have measured; `None` if not all cases hold."""
-    results = {ranks: run(ranks, *arguments) for ranks in (2, 3)}
-    all_hold = all([report(ranks, found["rows"]) for ranks, found in results.items()])
-    return results if all_hold else None
 
 
 def main(arguments):
     """Returns the exit code."""
-    title = _WAYS.splitlines()[0]
-    before, _, after = PAGE.read_text().partition(title)
-    after = title + after
-    if arguments[:1] != ["ways"]:
-        if (cases := measured()) is None:
-            return 1
-        before = page(cases)
-    if arguments[:1] != ["cases"]:
-        if (ways := measured("ways", *arguments[1:])) is None:
-            return 1
-        after = ways_of_page(ways)
-    if not arguments[1:]:
-        PAGE.write_text(before.rstrip("\n") + "\n\n" + after)
+    results = {ranks: run(ranks, *arguments) for ranks in (2, 3)}
+    if not all([report(ranks, found["rows"]) for ranks, found in results.items()]):
+        return 1
+    if not arguments:
+        PAGE.write_text(page(results))
         print(f"Written: {PAGE.relative_to(ROOT)}")
     return 0
 

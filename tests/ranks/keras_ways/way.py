@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from claims import EXACT, difference_of_states, distribute_jobs, models_in
+from claims import EXACT, difference_of_states, models_in
 
 import keras_dist
 
@@ -24,10 +24,6 @@ ROWS = 22
 
 # That of bfloat16, of eight bits, is a few roundings of a number.
 TOLERANCES = {"float64": EXACT, "float32": 1e-5, "bfloat16": 2.0**-5}
-
-# In float32, the rounding of a number near one: in a tensor that is nearly zero it is
-# large beside the values, and no error.
-ONE_ROUNDING = 1e-7
 
 _DIST_FIT = {"lr_scaling": "none"}
 
@@ -101,7 +97,7 @@ class Way:
         train: Trains, and returns models, optimizers, histories and arrays, in any
             nesting: all of them are compared.
         is_traced: As of `Run`.
-        dtypes: In which `make libraries` runs it; `make equivalence` runs all in all.
+        dtypes: In which `make libraries` runs it; `make equivalence` takes float64.
         on_three: Whether `make libraries` runs it on three ranks, too.
         rounds_as: A coarser dtype, if some of it is computed in that in all models.
     """
@@ -153,30 +149,19 @@ class Registry:
         return add
 
 
-def oracles(
-    chosen: list[tuple[Way, str, bool]], size: int, folder: Path
-) -> list[dict[str, Any] | str]:
-    """What one process leaves, of each way, dtype and whether batches are shared.
+def train_plainly(
+    way: Way, dtype: str, is_global: bool, size: int, folder: Path
+) -> dict[str, Any] | str:
+    """What one process leaves of a way, in a folder of its own; or an error, as text.
 
-    Every rank computes some of them. An error is the text of it: the other ranks must
-    not wait for the one that has it.
+    The other ranks must not wait for the one that has it.
     """
-
-    def job(index: int, way: Way, dtype: str, is_global: bool) -> dict[str, Any] | str:
-        own = folder / f"oracle{index}"
-        own.mkdir(parents=True)
-        try:
-            run = way.run_of(size, own, is_oracle=True, is_global=is_global)
-            return way.arrays(run, dtype)
-        except Exception:
-            return traceback.format_exc()
-
-    return distribute_jobs(
-        [
-            lambda index=index, item=item: job(index, *item)
-            for index, item in enumerate(chosen)
-        ]
-    )
+    folder.mkdir(parents=True)
+    try:
+        run = way.run_of(size, folder, is_oracle=True, is_global=is_global)
+        return way.arrays(run, dtype)
+    except Exception:
+        return traceback.format_exc()
 
 
 def difference(
@@ -192,16 +177,6 @@ def difference(
     ]
     assert all(np.isfinite(found) for found, _ in differences), "not finite"
     return max(differences)
-
-
-def is_rounding(arrays: dict[str, Any], expected: dict[str, Any] | str) -> bool:
-    """Whether each array, in float32, is within the tolerance or one rounding."""
-    assert isinstance(expected, dict)
-    return all(
-        difference_of_states([arrays[name]], [expected[name]]) <= TOLERANCES["float32"]
-        or np.abs(arrays[name] - expected[name]).max() <= ONE_ROUNDING
-        for name in arrays
-    )
 
 
 def has_state(arrays: dict[str, Any]) -> bool:

@@ -1,9 +1,10 @@
-"""BatchNormalization: moving statistics by rows, and the global batch's on demand."""
+"""State that no gradient changes: statistics of BatchNormalization, and counters."""
 
 import keras
 import numpy as np
 import pytest
-from claims import assert_equal_to_the_bit, largest_difference
+from claims import assert_equal_to_the_bit, largest_difference, train_on_one_process
+from models import vectors
 
 import keras_dist
 from keras_dist import mixin
@@ -41,8 +42,12 @@ def test_synchronized_layers_equal_one_process(world, rows, run_eagerly):
     x[np.arange(4)[None, :] > np.arange(len(x))[:, None] % 4] = 0.0
     arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     # One rank is Keras's own, which synchronizes with less exact arithmetic.
-    expected = make_model(world.size == 1, run_eagerly)
-    expected.fit(x, y, batch_size=8 * world.size, **arguments)
+
+    def train():
+        plain = make_model(world.size == 1, run_eagerly)
+        return plain, plain.fit(x, y, batch_size=8 * world.size, **arguments)
+
+    expected = train_on_one_process(train)
     model = make_model(True, run_eagerly)
     keras_dist.dist_fit(model, x, y, batch_size=8, lr_scaling="none", **arguments)
     assert largest_difference(model, expected) < 1e-5
@@ -78,3 +83,47 @@ def test_moving_statistics_are_weighted_by_rows(world):
     assert moving_mean == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for weight, old in zip(frozen.get_weights(), before, strict=True):
         assert (weight == old).all()
+
+
+class Counters(keras.layers.Layer):
+    """Counts rows and steps, with each rule for state without a gradient."""
+
+    def build(self, shape):
+        def add(dtype, aggregation):
+            return self.add_weight(
+                shape=(),
+                dtype=dtype,
+                initializer="zeros",
+                trainable=False,
+                aggregation=aggregation,
+            )
+
+        self.rows = add("int64", "sum")
+        self.total = add("float32", "sum")
+        self.steps = add("int64", "mean")
+        self.first = add("float32", "only_first_replica")
+        self.built = True
+
+    def call(self, x):
+        self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
+        self.total.assign_add(keras.ops.sum(x))
+        self.steps.assign_add(1)
+        self.first.assign(float(keras_dist.rank()) + 1.0)
+        return x
+
+
+@pytest.mark.three_ranks
+def test_state_without_a_gradient_follows_its_own_rule(world):
+    """`aggregation`: rows are summed over the ranks, steps are not."""
+    x, y = vectors(48)
+    counters = Counters()
+    model = keras.Sequential([keras.Input((5,)), counters, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    before = [int(counters.rows), float(counters.total), int(counters.steps)]
+    keras_dist.dist_fit(model, x, y, batch_size=8, epochs=2, verbose=0)
+    assert_equal_to_the_bit(model)
+    assert int(counters.rows) - before[0] == 2 * 48
+    added = float(counters.total) - before[1]
+    assert added == pytest.approx(2 * float(x.sum()), rel=1e-4)
+    assert int(counters.steps) - before[2] == 2 * (48 // (8 * world.size))
+    assert float(counters.first) == 1.0
