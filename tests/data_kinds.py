@@ -236,18 +236,6 @@ def ids_of_batches(data) -> list[list[int]]:
     return [np.asarray(batch[1]).astype(int).tolist() for batch in data]
 
 
-def counted_batches(part) -> list[Any]:
-    """The batches of a part whose rows count."""
-    data = part.data
-    if isinstance(data, keras.utils.PyDataset):
-        data = [data[index] for index in range(data.num_batches)]
-    if isinstance(data, tf.data.Dataset):
-        data = as_untuned(data)
-    if not part.is_marked:
-        return list(data) if part.has_rows else []
-    return [batch for batch, mark in data if int(mark[0])]
-
-
 @dataclass(frozen=True)
 class Case:
     """Data of one kind on some ranks.
@@ -258,8 +246,6 @@ class Case:
         batch_size: Of one rank.
         size: Number of ranks.
         shuffle: As of `fit`.
-        keeps_position: As with `resume=`.
-        steps: Steps of one process, or `None` for all of the data.
     """
 
     kind: str
@@ -267,8 +253,6 @@ class Case:
     batch_size: int
     size: int
     shuffle: bool
-    keeps_position: bool
-    steps: int | None
 
     def data(self) -> Any:
         """The data, made anew as each rank makes it."""
@@ -301,8 +285,6 @@ def draw(
         batch_size=draws.randint(1, draws.choice([4, 12, 33])),
         size=draws.choice(sizes),
         shuffle=draws.random() < 0.5,
-        keeps_position=draws.random() < 0.3,
-        steps=draws.choice([None, None, draws.randint(1, 20)]),
     )
 
 

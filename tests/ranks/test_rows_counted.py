@@ -1,6 +1,6 @@
 """Metrics count every row once: random data of all kinds, on all ranks.
 
-`tests/data/test_rows_counted.py` tries more, on all ranks of one process.
+ROWS_FIRST=0 ROWS_COUNT=200 tries others, and more.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ import keras_dist
 pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
-COUNT = int(os.environ.get("ROWS_COUNT", "6"))
+COUNT = int(os.environ.get("ROWS_COUNT", "16"))
 
 # More than the number of any row.
 ROWS = 70
 
 # A training takes five times as long as an evaluation: one of so many cases trains.
-TRAINS = 3
+TRAINS = 5
 
 
 class TimesCounted(keras.metrics.Metric):
