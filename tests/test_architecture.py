@@ -1,4 +1,4 @@
-"""Imports only go down, two files import Horovod, and state has one owner."""
+"""Imports only go down, one file imports Horovod, and state has one owner."""
 
 import ast
 import doctest
@@ -85,17 +85,14 @@ def test_imports_only_go_down():
         assert (lower, upper) not in edges, f"{upper} and {lower} import each other"
 
 
-def test_only_two_files_import_horovod():
-    """Everything else runs where Horovod is not installed.
-
-    The launcher's store, which needs no TensorFlow, is the other one.
-    """
+def test_only_one_file_imports_horovod():
+    """Everything else runs where Horovod is not installed."""
     importers = {
         str(path.relative_to(PACKAGE))
         for path in FILES
         if any(name.split(".")[0] == "horovod" for name in imports_of(path))
     }
-    assert importers == {"comm/transport.py", "launch/store.py"}
+    assert importers == {"comm/transport.py"}
 
 
 def test_no_private_module_is_imported():

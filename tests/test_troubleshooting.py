@@ -8,7 +8,7 @@ import pytest
 
 import keras_dist
 from keras_dist.checkpoint import EXIT_CODE as SAVED
-from keras_dist.launch.monitor import EXIT_CODE as STALLED
+from keras_dist.launch.monitor.watchdog import EXIT_CODE as STALLED
 
 PACKAGE = Path(keras_dist.__file__).parent
 DOCS = Path(__file__).parent.parent / "docs"

@@ -19,7 +19,7 @@ from keras_dist.callbacks.user_callbacks import (
     is_tracker,
     runs_on_first_rank_only,
 )
-from keras_dist.launch import monitor
+from keras_dist.launch.monitor.record import here
 from keras_dist.training.session import session_of
 
 
@@ -66,32 +66,32 @@ class ProgressRecord(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        monitor.here.enter("begin", epoch=0)
+        here.enter("begin", epoch=0)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        monitor.here.enter("begin", epoch=epoch)
+        here.enter("begin", epoch=epoch)
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        monitor.here.enter("step", step=batch)
+        here.enter("step", step=batch)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        monitor.here.enter("test")
+        here.enter("test")
 
     def on_test_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        monitor.here.enter("test", step=batch)
+        here.enter("test", step=batch)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        monitor.here.enter("end")
+        here.enter("end")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        monitor.here.enter("end")
+        here.enter("end")
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        monitor.here.enter("")
+        here.enter("")
 
 
 # Callbacks of ours that change logs or state come before the user's, which read them;

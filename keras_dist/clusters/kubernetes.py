@@ -7,7 +7,6 @@ from keras_dist.clusters.cluster import Cluster, Place, read_number, read_text
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _SIZE, _MEETING = "KERAS_DIST_NNODES", "KERAS_DIST_RDZV"
-_PORT = "29400"
 
 
 class IndexedJob(Cluster):
@@ -19,13 +18,13 @@ class IndexedJob(Cluster):
         return _INDEX in environ and environ.get(_SIZE, "1") != "1"
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        meeting = read_text(environ, _MEETING, self.name)
+        meeting = read_text(environ, _MEETING, self.name, r"[^:]+:\d+")
         address, _, port = meeting.partition(":")
         return Place(
             launcher=self.name,
             rank=read_number(environ, _INDEX, self.name),
             size=read_number(environ, _SIZE, self.name),
             address=address,
-            port=read_number({_MEETING: port or _PORT}, _MEETING, self.name),
+            port=int(port),
             variables=(_INDEX, _SIZE, _MEETING),
         )

@@ -10,10 +10,7 @@ _VARIABLE = "TF_CONFIG"
 
 
 class TfConfig(Cluster):
-    """A cluster of workers, and of a chief where there is one, which is rank 0.
-
-    The ranks meet at the port of the first worker: TensorFlow does not use it here.
-    """
+    """A cluster of workers, and of a chief where there is one, which is rank 0."""
 
     name: ClassVar[str] = "TF_CONFIG"
 
@@ -41,7 +38,7 @@ class TfConfig(Cluster):
             local_rank=hosts[:rank].count(hosts[rank]),
             local_size=hosts.count(hosts[rank]),
             address=address,
-            port=int(port),
+            port=int(port),  # which TensorFlow does not use here
             variables=(_VARIABLE,),
         )
 

@@ -1,24 +1,16 @@
-"""torchrun's variables, which Kubeflow's jobs and Accelerate set, too.
-
-See https://docs.pytorch.org/docs/stable/elastic/run.html.
-"""
+"""torchrun's variables, which Kubeflow's jobs and Accelerate set, too."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import Place, read_number, read_text
-from keras_dist.clusters.four_numbers import FourNumbers
+from keras_dist.clusters.cluster import NumberVariables, Place, read_number, read_text
 
 _ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
 
 
-class Torchrun(FourNumbers):
-    """`torchrun --nproc-per-node 2 script.py`, and what sets the same variables.
-
-    torchrun's own store may listen at MASTER_PORT, so that the ranks meet at the next
-    port.
-    """
+class Torchrun(NumberVariables):
+    """`torchrun --nproc-per-node 2 script.py`, whose own store has MASTER_PORT."""
 
     name: ClassVar[str] = "torchrun"
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
-from keras_dist.comm.signed import sign, verify
+from keras_dist.launch.signing import sign, verify
 
 # Small arrays are broadcast together, in buffers of at most this many bytes. There are
 # five copies for a moment, and the process keeps their memory (docs/decisions.md).

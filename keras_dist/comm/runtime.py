@@ -18,8 +18,8 @@ from keras_dist.comm.world import (
     identity,
     world_at,
 )
-from keras_dist.launch import monitor
-from keras_dist.launch.monitor import seeds
+from keras_dist.launch.monitor import watchdog
+from keras_dist.launch.monitor.rank_process import seed_generators
 
 # Holds the process id of a rank. The processes that a rank starts inherit it, and so
 # they know that they are not ranks, although they inherit its HOROVOD_RANK as well.
@@ -65,7 +65,7 @@ def prepare() -> None:
     if place is None or _runtime.device is not None or is_child_of_rank():
         return
     _mark_process()
-    seeds.seed_generators()
+    seed_generators()
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
     is_binding = place.launcher == "horovodrun" or is_unbound()
     _runtime.device = choose_device(world_at(place), is_binding=is_binding)
@@ -100,7 +100,7 @@ def init(*, stall_limit: float | None = None) -> World:
     >>> init()
     World(rank=0, size=1, local_rank=0, local_size=1)
     """
-    monitor.set_limit(stall_limit)
+    watchdog.set_limit(stall_limit)
     return start()
 
 
@@ -142,11 +142,11 @@ def _meet(place: Place) -> None:
 
 
 def _connect(place: Place) -> World:
-    before = monitor.threads()
+    before = watchdog.threads()
     _runtime.link = transport.connect(place.launcher, world_at(place))
     world = transport.world_of(_runtime.link)
-    horovod_threads = monitor.threads() - before
-    monitor.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
+    horovod_threads = watchdog.threads() - before
+    watchdog.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
     return world
 
 

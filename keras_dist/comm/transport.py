@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_dist.comm import settings
 from keras_dist.comm.world import World
-from keras_dist.launch import monitor
+from keras_dist.launch.monitor import end_note, record
 
 _INSTALL = "keras-dist install-horovod"
 
@@ -140,7 +140,7 @@ def library() -> ModuleType:
 @contextlib.contextmanager
 def waiting(name: str) -> Iterator[None]:
     """Context manager that records a wait in a collective, and explains errors."""
-    with explained(), monitor.here.waiting(name):
+    with explained(), record.here.waiting(name):
         yield
 
 
@@ -157,7 +157,7 @@ def explained() -> Iterator[None]:
     except tf.errors.UnknownError as error:
         if "Horovod has been shut down" not in str(error):
             raise
-        raise RuntimeError(monitor.describe_ended_rank()) from None
+        raise RuntimeError(end_note.describe_ended_rank()) from None
 
 
 def _check_size(link: ModuleType, tensor: Any) -> None:

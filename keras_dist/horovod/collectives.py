@@ -16,8 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.comm import signed, transport
+from keras_dist.comm import transport
 from keras_dist.comm.runtime import connection
+from keras_dist.launch import signing
 
 # TensorFlow would translate our functions inside of a `tf.function` of the user's: it
 # takes seconds, and changes nothing.
@@ -235,11 +236,11 @@ def broadcast_object(
         session, name: Not used.
         process_set: The ranks that take part; by default all.
     """
-    message = signed.sign(obj) if comm.rank() == root_rank else b""
+    message = signing.sign(obj) if comm.rank() == root_rank else b""
     length = broadcast(len(message), root_rank, process_set=process_set)
     content = np.frombuffer(message or bytes(int(length)), np.uint8)
     content = broadcast(content, root_rank, process_set=process_set)
-    return signed.verify(content.numpy().tobytes())
+    return signing.verify(content.numpy().tobytes())
 
 
 def allgather_object(
@@ -252,11 +253,11 @@ def allgather_object(
         session, name: Not used.
         process_set: The ranks that take part; by default all.
     """
-    message = np.frombuffer(signed.sign(obj), np.uint8)
+    message = np.frombuffer(signing.sign(obj), np.uint8)
     lengths = allgather([len(message)], process_set=process_set).numpy()
     content = allgather(message, process_set=process_set).numpy()
     messages = np.split(content, np.cumsum(lengths)[:-1])
-    return [signed.verify(message.tobytes()) for message in messages]
+    return [signing.verify(message.tobytes()) for message in messages]
 
 
 @no_autograph

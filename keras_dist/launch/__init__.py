@@ -5,11 +5,11 @@
 - `job`: one launcher on each host, and on the first one the verdict on all
 - `meeting`: what the launchers, or ranks of other launchers, give each other
 - `ssh`: types the command on hosts that the user has named
-- `store`, `signing`: Horovod's numbers of ranks and its key-value store; its client
+- `store`, `signing`: the job's key-value store, its client, and the numbers of ranks
 - `ranks`: the ranks of one host: start them, watch them, end them
 - `processes`: all processes of a job, and the signals that stop it
 - `output`: what the ranks print, passed on to the terminal or to files
-- `failures`: reports, which rank failed first, and the message for the user
-- `hosts`, `network`: names of hosts, GPUs; addresses of this host
+- `failures`: what became of each rank, and the message about the first cause
+- `hosts`: names and addresses of hosts, GPUs
 - `monitor/`: where each rank is, and whether the job still makes progress
 """

@@ -3,13 +3,14 @@
 import argparse
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from keras_dist.clusters import Place, find_place
 from keras_dist.clusters.kubernetes import IndexedJob
 from keras_dist.launch.hosts import (
     LOOPBACK,
     is_here,
+    is_loopback,
     num_gpus,
     parse_endpoint,
     parse_hosts,
@@ -17,21 +18,12 @@ from keras_dist.launch.hosts import (
 )
 from keras_dist.launch.job import run_job
 from keras_dist.launch.monitor.rank_process import DISTRIBUTE, end_with
-from keras_dist.launch.monitor.watchdog import VARIABLE, limit_of
-from keras_dist.launch.network import is_loopback
-from keras_dist.launch.output import LOG_LEVEL
-from keras_dist.launch.ranks import (
-    Command,
-    connect_timeout,
-    dry_run_text,
-    parse_command,
-)
+from keras_dist.launch.monitor.watchdog import VARIABLE, read_limit
+from keras_dist.launch.ranks import Command, dry_run_text, parse_command
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import read_environment, run_by_ssh
 
 _NAME, _SHORTEST_SECRET = "keras-dist run", 16
-
-
 _BATCH = "global"  # of `--distribute`
 
 
@@ -88,8 +80,8 @@ def add_run(commands: argparse._SubParsersAction) -> None:
             "traceback of the rank that failed first, then a line for each rank."
         ),
         epilog=(
-            "Routine log lines of TensorFlow, such as those about oneDNN and the CPU, "
-            f"are hidden. Set {LOG_LEVEL}=0 to see them."
+            "TensorFlow's lines of information are hidden; TF_CPP_MIN_LOG_LEVEL=0 "
+            "shows them."
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
@@ -148,19 +140,28 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    place, hosts = _find_place(options), _named_hosts(options)
-    count = _count_ranks(options, place, hosts)
+    place, named = _find_place(options), options.hosts
+    if options.hostfile is not None:
+        named = read_hostfile(options.hostfile)
+    hosts = {} if named is None else parse_hosts(named, options.np)
+    count = sum(hosts.values()) if hosts else options.np
+    if count is None:
+        count = num_gpus() or (1 if place else 0)
     if count < 1 or options.restarts < 0:
         raise ValueError(
-            "At least one rank is needed, and no negative number of restarts. "
-            f"Received: -np {count} --restarts {options.restarts}"
+            "At least one rank is needed, by -np N, -H or a GPU of this host, and no "
+            f"negative number of restarts. Received: {count} ranks, --restarts "
+            f"{options.restarts}. For example: keras-dist run -np 2 script.py"
         )
     command = _make_command(words, options)
     if options.dry_run:
         print(dry_run_text(command, {} if place else hosts or {"localhost": count}))
         return 0
     if not all(is_here(host) for host in hosts):
-        return run_by_ssh(hosts, [*_passed_options(options), *words], options.rdzv)
+        passed_on = ["--restarts", str(options.restarts)]
+        passed_on += ["--log-dir", options.log_dir] if options.log_dir else []
+        passed_on += ["-m"] if options.module else ["--"]
+        return run_by_ssh(hosts, [*passed_on, *words], options.rdzv)
     secret = _read_secret(place) if place else secrets.token_hex(16)
     place = place or Place(_NAME, 0, 1, address=LOOPBACK)
     return run_job(
@@ -169,33 +170,8 @@ def _run(options: argparse.Namespace) -> int:
         count,
         secret,
         restarts=options.restarts,
-        is_silent=options.with_parent is not None,
         over_ssh=options.over_ssh,
     )
-
-
-def _count_ranks(
-    options: argparse.Namespace, place: Place | None, hosts: Mapping[str, int]
-) -> int:
-    """Return the number of ranks of this host, or of those that are named."""
-    if hosts:
-        return sum(hosts.values())
-    if options.np is not None:
-        return int(options.np)
-    if place is None and not num_gpus():
-        raise ValueError(
-            "The number of ranks is needed, since this host has no GPU. Received: "
-            "neither -np N nor -H. For example: keras-dist run -np 2 script.py"
-        )
-    return num_gpus() or 1
-
-
-def _named_hosts(options: argparse.Namespace) -> dict[str, int]:
-    """Return the hosts that are reached by ssh, and the ranks of each."""
-    named = options.hosts
-    if options.hostfile is not None:
-        named = read_hostfile(options.hostfile)
-    return {} if named is None else parse_hosts(named, options.np)
 
 
 def _find_place(options: argparse.Namespace) -> Place | None:
@@ -254,27 +230,15 @@ def _read_secret(place: Place) -> str:
 
 
 def _make_command(words: Sequence[str], options: argparse.Namespace) -> Command:
-    environment = connect_timeout()
-    if options.stall_limit is not None:
-        environment[VARIABLE] = str(limit_of(options.stall_limit))
+    """Return the command of the ranks, and set the variables that options stand for."""
     kind, words = ("module", words) if options.module else parse_command(words)
+    if options.stall_limit is not None:
+        os.environ[VARIABLE] = str(read_limit(options.stall_limit))
     if options.distribute:
         if kind == "program":
             raise ValueError(
                 "`--distribute` is for a script of Python, or `-m module`. "
                 f"Received: {' '.join(words)}"
             )
-        environment[DISTRIBUTE] = os.environ.get(DISTRIBUTE) or _BATCH
-    return Command(kind, words, environment, options.log_dir)
-
-
-def _passed_options(options: argparse.Namespace) -> list[str]:
-    """Return the options that are the same on each host."""
-    words = ["--restarts", str(options.restarts)]
-    if options.stall_limit is not None:
-        words += ["--stall-limit", str(options.stall_limit)]
-    if options.log_dir is not None:
-        words += ["--log-dir", options.log_dir]
-    if options.distribute:
-        words += ["--distribute"]
-    return [*words, "-m"] if options.module else [*words, "--"]
+        os.environ[DISTRIBUTE] = os.environ.get(DISTRIBUTE) or _BATCH
+    return Command(kind, words, options.log_dir)

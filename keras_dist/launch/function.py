@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 # Files of a call: function and arguments; what a rank returned.
-CALL, _RESULT = "call.pickle", "result.{rank}.pickle"
+_CALL, _RESULT = "call.pickle", "result.{rank}.pickle"
 
 Result = TypeVar("Result")
 
@@ -22,9 +22,6 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     *,
     np: int,
-    restarts: int = 0,
-    stall_limit: float | None = None,
-    log_dir: str | os.PathLike[str] | None = None,
 ) -> list[Result]:
     """Call `function` on `np` ranks of this host, and return what each one returned.
 
@@ -36,17 +33,13 @@ def run(
             is copied to the ranks by value, one of a module is imported there by name.
         args, kwargs: Arguments of the function, the same on every rank.
         np: Number of ranks.
-        restarts: Start the job again after a failure, at most so often.
-        stall_limit: The job ends if no rank makes progress for this many seconds; 0
-            turns this off. By default 120.
-        log_dir: Folder for a log file of each rank; by default all ranks print here.
 
     Returns:
         The return values of all ranks, in rank order.
 
     Raises:
         RuntimeError: If a rank failed; its error is printed before.
-        ValueError: If `np` or `restarts` is too small.
+        ValueError: If `np` is too small.
 
     Example:
 
@@ -57,23 +50,16 @@ def run(
 
         losses = keras_dist.run(train, args=[1e-3], np=4)
     """
-    if np < 1 or restarts < 0:
-        raise ValueError(
-            "At least one rank is needed, and no negative number of restarts. "
-            f"Received: np={np}, restarts={restarts}"
-        )
+    if np < 1:
+        raise ValueError(f"At least one rank is needed. Received: np={np}")
     # Only this user can write to this folder, so its files are safe to unpickle.
     with tempfile.TemporaryDirectory(prefix="keras_dist.") as folder:
-        (Path(folder) / CALL).write_bytes(pickled_call(function, args, kwargs))
+        _write(Path(folder) / _CALL, (function, tuple(args), dict(kwargs or {})))
         command = [sys.executable, "-m", "keras_dist", "run", "-np", str(np)]
-        command += ["--restarts", str(restarts), "--with-parent", str(os.getpid())]
-        if stall_limit is not None:
-            command += ["--stall-limit", str(stall_limit)]
-        if log_dir is not None:
-            command += ["--log-dir", os.fspath(log_dir)]
-        command += ["-m", "keras_dist.comm.worker", folder]
+        command += ["--with-parent", str(os.getpid()), "-m", __name__, folder]
         _wait(command)
-        return [_result(folder, rank) for rank in range(np)]
+        results = (Path(folder) / _RESULT.format(rank=rank) for rank in range(np))
+        return [pickle.loads(result.read_bytes()) for result in results]
 
 
 def _wait(command: Sequence[str]) -> None:
@@ -93,40 +79,13 @@ def _wait(command: Sequence[str]) -> None:
         )
 
 
-def pickled_call(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> bytes:
-    """Return what a rank has to call, for `call_and_keep`.
-
-    Args:
-        function, args, kwargs: See `run`.
-    """
-    return _pickled((function, tuple(args), dict(kwargs or {})))
+def _write(path: Path, value: Any) -> None:
+    # Is installed with Horovod, and can also pickle functions of notebooks.
+    path.write_bytes(importlib.import_module("cloudpickle").dumps(value))
 
 
-def _pickled(value: Any) -> bytes:
-    try:
-        # Is installed with Horovod, and can also pickle functions of notebooks.
-        return importlib.import_module("cloudpickle").dumps(value)
-    except ImportError:
-        return pickle.dumps(value)
-
-
-def _result(folder: str, rank: int) -> Any:
-    path = Path(folder) / _RESULT.format(rank=rank)
-    return pickle.loads(path.read_bytes())
-
-
-def call_and_keep(folder: str, rank: int) -> None:
-    """On a rank, call the function of `run`, and write what it returned to a file.
-
-    Args:
-        folder: The folder of `run`, with the pickled function and arguments.
-        rank: This rank.
-    """
-    function, args, kwargs = pickle.loads((Path(folder) / CALL).read_bytes())
-    value = _pickled(function(*args, **kwargs))
-    path = Path(folder) / _RESULT.format(rank=rank)
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(value)
-    draft.replace(path)
+if __name__ == "__main__":  # on a rank
+    folder = Path(sys.argv[1])
+    function, args, kwargs = pickle.loads((folder / _CALL).read_bytes())
+    name = _RESULT.format(rank=os.environ["HOROVOD_RANK"])
+    _write(folder / name, function(*args, **kwargs))

@@ -1,9 +1,12 @@
-"""Hosts, their names and slots as the user writes them, and the GPUs of this one."""
+"""Hosts: their names as the user writes them, their addresses, and this one's GPUs."""
 
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import psutil
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,30 +55,25 @@ def parse_hosts(argument: str, num_ranks: int | None) -> dict[str, int]:
         ValueError: If `argument` has another form, a name that no host has, or fewer
             slots than ranks.
     """
-    hosts = [host.strip().rpartition(":") for host in argument.split(",")]
-    names = [name for name, _, _ in hosts]
-    if not all(name and count.isdecimal() for name, _, count in hosts) or (
-        len(set(names)) < len(names)
-    ):
-        raise ValueError(
-            "Hosts must be names with numbers of slots, each name once, as in a:2,b:2. "
-            f"Received: -H {argument}"
-        )
-    for name in names:
+    result: dict[str, int] = {}
+    left = num_ranks
+    for host in argument.split(","):
+        name, _, count = host.strip().rpartition(":")
+        if not name or not count.isdecimal() or name in result:
+            raise ValueError(
+                "Hosts must be names with numbers of slots, each name once, as in "
+                f"a:2,b:2. Received: -H {argument}"
+            )
         check_host(name, source=f"-H {argument}")
-    left = sum(int(count) for _, _, count in hosts) if num_ranks is None else num_ranks
-    result = {}
-    for name, _, count in hosts:
-        if used := min(left, int(count)):
-            result[name] = used
-            left -= used
+        result[name] = int(count) if left is None else min(left, int(count))
+        left = None if left is None else left - result[name]
     if left:
         raise ValueError(
             "There are fewer slots than ranks. "
             f"Received: -np {num_ranks} -H {argument}. "
             f"Add {left} slots, or start fewer ranks."
         )
-    return result
+    return {name: count for name, count in result.items() if count}
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> str:
@@ -89,7 +87,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> str:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If a line has another form, or a name that no host has.
+        ValueError: If a line has another form.
     """
     hosts = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
@@ -100,7 +98,6 @@ def read_hostfile(path: str | os.PathLike[str]) -> str:
                 f"`a slots=2`. Received: line {number} of {path}: {line.strip()}"
             )
         if words:
-            check_host(words[0], source=f"line {number} of {path}")
             hosts.append(f"{words[0]}:{words[1].removeprefix('slots=')}")
     return ",".join(hosts)
 
@@ -145,6 +142,64 @@ def num_gpus(environ: Mapping[str, str] | None = None) -> int:
     return len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether no other machine can reach an address."""
+    return address == "localhost" or address.startswith("127.")
+
+
+def find_address_towards(host: str) -> str:
+    """Return the address of this host on the network that leads to another host.
+
+    Raises:
+        ValueError: If the other host is not known, or cannot be reached.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host.rpartition("@")[2], 9))  # sends nothing
+        except OSError as error:
+            raise ValueError(
+                f"A host cannot be reached. Received: {host} ({error}). Ranks connect "
+                "by IPv4. If only ssh knows that name, pass the IPv4 address of the "
+                "first host, as the others can reach it: --rdzv 10.0.0.1:29400"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of each network interface of this host, by its name.
+
+    >>> addresses()["lo"]
+    '127.0.0.1'
+    """
+    return {
+        name: each.address
+        for name, all_addresses in psutil.net_if_addrs().items()
+        for each in all_addresses
+        if each.family == socket.AF_INET
+    }
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """Return the variables for the network interface on which ranks listen.
+
+    Args:
+        address: Address of this host, by which the ranks of other hosts reach it.
+
+    >>> interface_variables("127.0.0.1")["HOROVOD_GLOO_IFACE"]
+    'lo'
+
+    Raises:
+        ValueError: If no interface has this address.
+    """
+    for name, found in addresses().items():
+        if found == address:
+            return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name}
+    raise ValueError(
+        f"No network interface of this host has this address. Received: {address}. "
+        "Name the first host by an address that the others can reach: --rdzv."
+    )
+
+
 def ranges(ranks: Iterable[int]) -> str:
     """Write numbers of ranks: three and more in a row by their first and last.
 
@@ -161,3 +216,13 @@ def ranges(ranks: Iterable[int]) -> str:
         f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
         for run in runs
     )
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Numbers of ranks in words.
+
+    >>> ranks_in_words([1]), ranks_in_words([2, 3])
+    ('rank 1', 'ranks 2, 3')
+    """
+    numbers = list(ranks)
+    return f"rank{'s' * (len(numbers) > 1)} {ranges(numbers)}"

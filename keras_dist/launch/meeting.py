@@ -5,7 +5,6 @@ combines, and all get the result.
 """
 
 import secrets
-import socket
 import threading
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 
 from keras_dist.launch.failures import LOST_SECONDS, print_message
 from keras_dist.launch.hosts import ranges
-from keras_dist.launch.store import StoreClient
+from keras_dist.launch.store import MANY, StoreClient
 from keras_dist.version import __version__
 
 # Seconds between two heartbeats: while ranks run, and while this member waits. All who
@@ -25,9 +24,6 @@ _BEAT_SECONDS, _TICK, _MOST_BEATS = 0.5, 0.1, 200
 # Seconds between two lines about missing members; and for which the store stays until
 # all have read the last result.
 _SAY_SECONDS, _LEAVE_SECONDS = 15.0, 10.0
-
-# A longer time between two looks counts as so long: this machine was suspended.
-_LONGEST_LOOK = 3.0
 
 Combine = Callable[[Sequence[Any]], dict[str, Any]]
 
@@ -39,17 +35,23 @@ class Interrupted(Exception):
 class Meeting:
     """The members of a job, as one of them sees them.
 
-    In its block, a thread sends heartbeats, and reads what all have written.
+    In its block a thread sends heartbeats, and reads what all have written.
 
     Args:
-        client: Client of the job's store, which answers.
+        client: Client of the job's store.
         number: Number of this member; 0 is the first, which has the store.
         size: Number of members.
         kind: What they are: "host" or "rank".
+        name: Name of this host.
+        timeout: Seconds to wait for the first member, or there for all.
         stopped: Numbers of the signals that this process has received.
 
     Attributes:
         nonce: A text that all members have in common, another one in each job.
+
+    Raises:
+        Interrupted: If a signal came before the first member.
+        ValueError: If the first member does not come, or refuses this one's secret.
     """
 
     def __init__(
@@ -59,10 +61,13 @@ class Meeting:
         size: int,
         *,
         kind: str,
+        name: str,
+        timeout: float,
         stopped: Sequence[int] = (),
     ) -> None:
         self._client, self._number, self._size = client, number, size
-        self._kind, self._stopped = kind, stopped
+        self._kind, self._name, self._timeout = kind, name, timeout
+        self._stopped = stopped
         self._values: dict[str, Any] = {}
         # Seconds for which each member has sent no new heartbeat.
         self._silent = dict.fromkeys(range(size), 0.0)
@@ -71,24 +76,33 @@ class Meeting:
         self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
         self.nonce = secrets.token_hex(16)
         if number == 0:
-            client.put_surely("job", self.nonce)
+            client.put("job", self.nonce, attempts=MANY)
 
     def __enter__(self) -> "Meeting":
-        begin = time.monotonic()
-        while self._number:
-            if time.monotonic() - begin > LOST_SECONDS:
-                raise self._first_lost()
-            if nonce := self._client.get("job"):
-                self.nonce = nonce
-                break
+        end = time.monotonic() + self._timeout
+        meeting = f"{self._client.address}:{self._client.port}"
+        while not (nonce := self._client.get("job")):
+            if self._stopped:
+                raise Interrupted
+            if self._client.is_refused:
+                raise ValueError(
+                    "The first host refuses this one. Received: another secret than "
+                    f"that of the job at {meeting}. Give all hosts the same "
+                    "KERAS_DIST_SECRET."
+                )
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"The first host cannot be reached. Received: {self._name} cannot "
+                    f"reach {meeting} ({self._client.error}), for {self._timeout:g} s. "
+                    "Start the same command there, and open all ports between the "
+                    "hosts."
+                )
             time.sleep(_TICK)
-        if self._size > 1:
-            self._thread.start()
+        self.nonce = nonce
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._size == 1:
-            return
         end = time.monotonic() + _LEAVE_SECONDS * (not self.is_cut)
         while self._number == 0 and time.monotonic() < end:
             beats = [k for k in self._silent if k and self._values.get(f"beat.{k}")]
@@ -106,7 +120,7 @@ class Meeting:
 
     @property
     def lost(self) -> list[int]:
-        """Members that have sent no heartbeat for 15 s."""
+        """Other members that have sent no heartbeat for 15 s."""
         return [k for k, seconds in self._silent.items() if seconds > LOST_SECONDS]
 
     @property
@@ -123,14 +137,11 @@ class Meeting:
         values = [self._values.get(f"{name}.{k}") for k in self._silent]
         return [value for value in values if value is not None]
 
-    def join(
-        self, value: Any, combine: Combine, *, timeout: float, advice: str
-    ) -> dict[str, Any]:
+    def join(self, value: Any, combine: Combine, *, advice: str) -> dict[str, Any]:
         """Wait for all members, and return what the first makes of their values.
 
         Args:
             value, combine: See `gather`.
-            timeout: Seconds to wait.
             advice: What to do where members are missing.
 
         Raises:
@@ -139,7 +150,7 @@ class Meeting:
                 on their version and on how many they are.
         """
         facts = [self._size, __version__]
-        own = [socket.gethostname(), secrets.token_hex(8), facts, value]
+        own = [self._name, secrets.token_hex(8), facts, value]
         begin = said = time.monotonic()
 
         def look() -> None:
@@ -156,10 +167,10 @@ class Meeting:
                 f"{self._size - len(missing)} of {self._size} ({came}); missing: "
                 f"{self._kind} {ranges(missing)}"
             )
-            if now - begin > timeout:
+            if now - begin > self._timeout:
                 raise TimeoutError(
-                    f"Not all {self._kind}s have come within {timeout:g} s. Received: "
-                    f"{text}. {advice}"
+                    f"Not all {self._kind}s have come within {self._timeout:g} s. "
+                    f"Received: {text}. {advice}"
                 )
             if now - said > _SAY_SECONDS:
                 said = now
@@ -176,7 +187,7 @@ class Meeting:
             ids = [member[1] for member in members]
             return {**combine([member[3] for member in members]), "ids": ids}
 
-        result = self._gather("join", own, check, look)
+        result = self.gather("join", own, check, look)
         if own[1] not in result["ids"]:
             raise ValueError(
                 f"The job has all its {self._kind}s. Received: one more, with the "
@@ -184,7 +195,13 @@ class Meeting:
             )
         return result
 
-    def gather(self, name: str, value: Any, combine: Combine) -> dict[str, Any]:
+    def gather(
+        self,
+        name: str,
+        value: Any,
+        combine: Combine,
+        look: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
         """Return what the first member makes of the values of all.
 
         Args:
@@ -192,16 +209,12 @@ class Meeting:
             value: Value of this member, of JSON.
             combine: Makes the result of all values, on the first member. The value of
                 a member that was lost is `None`.
+            look: Is called while this member waits.
 
         Raises:
             ValueError: If `combine` has raised an error that says what to do, or the
                 first member was lost.
         """
-        return self._gather(name, value, combine, lambda: None)
-
-    def _gather(
-        self, name: str, value: Any, combine: Combine, look: Callable[[], None]
-    ) -> dict[str, Any]:
         self._pause = max(_TICK, self._size / _MOST_BEATS)
         if 0 not in self.lost:
             self._put(f"{name}.{self._number}", value)
@@ -216,7 +229,12 @@ class Meeting:
                 self._put(name, {"error": str(error)})
         while (result := self._values.get(name)) is None:
             if 0 in self.lost:
-                raise self._first_lost()
+                raise ValueError(
+                    f"The first {self._kind} was lost, and the job ends with it. "
+                    f"Received: no answer from {self._client.address}:"
+                    f"{self._client.port} for {LOST_SECONDS:g} s. If its own output "
+                    "has no cause, start the job again; with `resume=` it goes on."
+                )
             look()
             time.sleep(_TICK)
         self._pause = _BEAT_SECONDS
@@ -229,18 +247,9 @@ class Meeting:
         absent = {k for k in self._silent if self._values.get(f"{name}.{k}") is None}
         return absent | set(self.lost) if name == "join" else absent - set(self.lost)
 
-    def _first_lost(self) -> ValueError:
-        return ValueError(
-            f"The first {self._kind} was lost, and the job ends with it. Received: no "
-            f"answer from {self._client.address}:{self._client.port} for "
-            f"{LOST_SECONDS:g} s. If its own output has no cause, start the job again; "
-            "with `resume=` it goes on."
-        )
-
     def _put(self, name: str, value: Any) -> None:
         self._values[name] = value
-        if self._size > 1:
-            self._client.put_surely(f"{self.nonce}.{name}", value)
+        self._client.put(f"{self.nonce}.{name}", value, attempts=MANY)
 
     def _keep_in_touch(self) -> None:
         """In a thread: send heartbeats, and read what all have written."""
@@ -257,9 +266,8 @@ class Meeting:
     def _note(self, found: Mapping[str, Any], seconds: float) -> None:
         """Note what all have written, so long after the last time."""
         values = {name.partition(".")[2]: value for name, value in found.items()}
-        for k in self._silent:
+        for k in self._silent.keys() - {self._number}:  # this one may be suspended
             before = self._values.get(f"beat.{k}")
             is_new = values.get(f"beat.{k}", before) != before
-            silent = self._silent[k] + min(seconds, _LONGEST_LOOK)
-            self._silent[k] = 0.0 if is_new else silent
+            self._silent[k] = 0.0 if is_new else self._silent[k] + seconds
         self._values.update(values)

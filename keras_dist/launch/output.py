@@ -9,27 +9,6 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-# TensorFlow's level of logging. If the user sets none, lines that are no news are left
-# out.
-LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-
-# TensorFlow's lines of level INFO, as absl and as TensorFlow itself begin them; lines
-# where nothing is wrong; and what a rank logs, and raises as well, when another one has
-# ended.
-_NOISE = re.compile(
-    rb"^(?:I\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: I )[\w./]+\.(?:cc|h):\d+\] "
-    rb"|^To enable the following instructions: [A-Z\d_. ]+, in other operations, "
-    rb"|^WARNING: All log messages before absl::InitializeLog\(\) is called are "
-    rb"|TF-TRT Warning: Could not find TensorRT|Input of \w+ will not be optimized be"
-    rb"|Attempting to register factory for plugin cu"
-    rb"|computation placer already registered\. Please check linkage"
-    rb"|(?:OP_REQUIRES failed at mpi_ops\.cc:\d+ |Local rendezvous is aborting with "
-    rb"status): UNKNOWN: "
-)
-# That CUDA's driver cannot be loaded, which is noise where there is none.
-_NO_DRIVER = b"Failed call to cuInit: UNKNOWN ERROR (303)"
-_DRIVER = "/proc/driver/nvidia"
-
 _CHUNK = 1 << 16
 
 # The most bytes that wait for the end of their line. A longer line is passed on in
@@ -47,8 +26,7 @@ class Output:
 
     Several ranks write to one screen, so a line, or a state of a progress bar, is shown
     when it is complete, or long. Lines of the first rank stay what they are; those of
-    rank K begin with `[K] `. What TensorFlow prints on standard error and is no news is
-    left out unless its level of logging is set; a file has all lines.
+    rank K begin with `[K] `.
 
     Args:
         folder: Folder for one file for each rank; the screen then shows only the first
@@ -56,10 +34,9 @@ class Output:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._shows_all = bool(os.environ.get(LOG_LEVEL))
         self._selector = selectors.DefaultSelector()
-        # Whose progress bar is the last line of the terminal.
-        self._unfinished: _Lines | None = None
+        # Whose progress bar is the last line of the screen.
+        self._bar: _Lines | None = None
         self._folder = None if folder is None else Path(folder)
         self._files: dict[int, IO[bytes]] = {}
         if self._folder is not None:
@@ -72,8 +49,7 @@ class Output:
         prefix = f"[{rank}] ".encode() if rank else b""
         for pipe, screen in ((stdout, sys.stdout), (stderr, sys.stderr)):
             os.set_blocking(pipe.fileno(), False)
-            is_filtered = pipe is stderr and not self._shows_all
-            lines = _Lines(rank, prefix, screen, is_filtered=is_filtered)
+            lines = _Lines(rank, prefix, screen)
             self._selector.register(pipe, selectors.EVENT_READ, lines)
 
     def pass_on(self, seconds: float) -> bool:
@@ -106,7 +82,7 @@ class Output:
 
     def _finish(self, key: Any) -> None:
         if key.data.has_part:
-            self._write(key.data, b"\n")
+            self._show(key.data, b"\n")
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
 
@@ -115,28 +91,22 @@ class Output:
             self._files[lines.rank].write(data)
             if lines.rank:
                 return
-        shown = lines.add(data)
-        if shown:
-            with contextlib.suppress(ValueError):  # the screen was closed
-                self._show(lines, shown)
+        self._show(lines, data)
 
-    def _show(self, lines: "_Lines", shown: list[bytes]) -> None:
-        last = self._unfinished
-        if last is not None and last is not lines and lines.is_beside(last):
-            last.print(b"\n")
-        lines.print(b"".join(shown))
-        is_bar = shown[-1].endswith(b"\r") and lines.screen.isatty()
-        self._unfinished = lines if is_bar else None
+    def _show(self, lines: "_Lines", data: bytes) -> None:
+        if shown := lines.add(data):
+            with contextlib.suppress(ValueError):  # the screen was closed
+                if self._bar is not None and self._bar.rank != lines.rank:
+                    self._bar.print(b"\n")
+                lines.print(shown)
+                self._bar = lines if shown.endswith(b"\r") else None
 
 
 class _Lines:
     """The output of one rank to one stream, split into lines."""
 
-    def __init__(
-        self, rank: int, prefix: bytes, screen: Any, *, is_filtered: bool
-    ) -> None:
-        self.rank, self.screen, self._prefix = rank, screen, prefix
-        self._is_filtered = is_filtered
+    def __init__(self, rank: int, prefix: bytes, screen: Any) -> None:
+        self.rank, self._screen, self._prefix = rank, screen, prefix
         self._rest = b""
         self._is_in_line = False  # a part of the current line is shown
 
@@ -145,7 +115,7 @@ class _Lines:
         """True if a line has begun, and has no end yet."""
         return bool(self._rest) or self._is_in_line
 
-    def add(self, data: bytes) -> list[bytes]:
+    def add(self, data: bytes) -> bytes:
         """Add data; return what can be shown now: lines, or a part of a long one."""
         data = self._rest + data
         # A carriage return at the end may be followed by a newline.
@@ -154,44 +124,20 @@ class _Lines:
         if len(self._rest) > _LONGEST:
             pieces.append(self._rest.removesuffix(b"\r"))
             self._rest = self._rest[len(pieces[-1]) :]
-        return [shown for piece in pieces if (shown := self._prepare(piece))]
+        return b"".join(map(self._add_prefix, pieces))
 
-    def _prepare(self, piece: bytes) -> bytes:
-        """Return a line, or a part of one, as it is shown; empty if it is left out."""
+    def _add_prefix(self, piece: bytes) -> bytes:
         was_in_line = self._is_in_line
         self._is_in_line = not piece.endswith((b"\n", b"\r"))
-        if was_in_line:
-            return piece
-        if self._is_filtered and is_noise(piece):
-            return b""
         # A progress bar begins with a carriage return, and what it takes back, which is
         # no line.
-        return self._prefix + piece if piece.strip(b"\b\r") else piece
+        has_prefix = not was_in_line and piece.strip(b"\b\r")
+        return self._prefix + piece if has_prefix else piece
 
     def print(self, data: bytes) -> None:
-        self.screen.flush()
-        self.screen.buffer.write(data)  # not as text, which a part of one is not
-        self.screen.flush()
-
-    def is_beside(self, other: "_Lines") -> bool:
-        """Return True if both are seen on one screen."""
-        are_terminals = other.screen.isatty() and self.screen.isatty()
-        return other.screen is self.screen or are_terminals
-
-
-def is_noise(line: bytes, *, driver: str = _DRIVER) -> bool:
-    """Return True if a line of standard error is no news.
-
-    Args:
-        line: The line.
-        driver: A file that is there where the host has a driver of NVIDIA.
-
-    >>> is_noise(b"my script: GPU will not be used.")
-    False
-    """
-    if _NOISE.search(line):
-        return True
-    return _NO_DRIVER in line and not Path(driver).exists()
+        self._screen.flush()
+        self._screen.buffer.write(data)  # not as text, which a part of one is not
+        self._screen.flush()
 
 
 def _open_log(path: Path) -> IO[bytes]:

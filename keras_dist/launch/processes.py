@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
-# The exit code of a job whose ranks have saved; `checkpoint.EXIT_CODE` is the same.
-SAVED = 75
+import psutil
 
 # What the first host decides for all counts as this signal.
 ORDERED = SIGHUP
@@ -28,9 +27,6 @@ def mark(job: str) -> str:
     All processes that a rank starts inherit it, even daemons, which leave the session
     of the rank. The id of the job is in the name, and not the value: so the processes
     of a job that was started inside another job have the variables of both.
-
-    Args:
-        job: Id of the job.
     """
     return f"KERAS_DIST_JOB_{job}"
 
@@ -38,28 +34,15 @@ def mark(job: str) -> str:
 def make_folder(job: str) -> Path:
     """Make a folder for files of a job, which only this user can read.
 
-    It is removed by `Ranks.end`, or by the reaper if this process is killed.
-
-    Args:
-        job: Id of the job.
+    It is removed by `run_ranks`, or by the reaper if this process is killed.
     """
-    return Path(tempfile.mkdtemp(prefix=_prefix(job)))
+    return Path(tempfile.mkdtemp(prefix=f"keras_dist.{job}."))
 
 
-def members(job: str) -> list[int]:
+def _list_members(job: str) -> list[int]:
     """Ids of the processes of a job that run now, of this user on this host."""
-    prefix = f"{mark(job)}=".encode()
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # a process of another user, or one that has just ended
-            continue
-        if any(variable.startswith(prefix) for variable in variables):
-            pids.append(int(folder.name))
-    return pids
+    found = psutil.process_iter(["environ"])
+    return [each.pid for each in found if mark(job) in (each.info["environ"] or ())]
 
 
 def end(
@@ -75,9 +58,9 @@ def end(
             it saves would wait for that.
     """
     for pid in ranks:
-        _signal(pid, signal.SIGTERM)
+        _signal(pid, SIGTERM)
     begin = time.monotonic()
-    while set(ranks) & set(members(job)) and time.monotonic() - begin < seconds:
+    while set(ranks) & set(_list_members(job)) and time.monotonic() - begin < seconds:
         wait(0.05)
     _kill(job)
 
@@ -85,7 +68,7 @@ def end(
 def _kill(job: str) -> None:
     begin = time.monotonic()
     # Repeatedly, since a process may start another one in the meantime.
-    while (left := members(job)) and time.monotonic() - begin < _KILL_SECONDS:
+    while (left := _list_members(job)) and time.monotonic() - begin < _KILL_SECONDS:
         for pid in left:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -93,14 +76,11 @@ def _kill(job: str) -> None:
 
 @contextlib.contextmanager
 def reaper(job: str) -> Iterator[None]:
-    """Inside the block, the processes of a job are ended even if this one is killed.
+    """Context manager that ends the processes of a job even if this one is killed.
 
     The reaper is a forked process. It waits until this process leaves the block or
     ends, for whatever reason, and then kills the processes of the job that are left.
     Call it before the first thread is started, because it forks.
-
-    Args:
-        job: Id of the job.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -118,7 +98,7 @@ def _reap(job: str, reader: int) -> None:
     """In the forked process, wait until the pipe is closed, and end the job."""
     try:
         os.setsid()
-        for number in (SIGINT, SIGTERM, SIGHUP, SIGUSR1):
+        for number in (*_STOPS, SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         os.dup2(reader, 0)
         devnull = os.open(os.devnull, os.O_RDWR)
@@ -129,14 +109,10 @@ def _reap(job: str, reader: int) -> None:
         os.closerange(3, 1 << 16)
         os.read(0, 1)
         _kill(job)
-        for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(job)}*"):
+        for folder in Path(tempfile.gettempdir()).glob(f"keras_dist.{job}.*"):
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)
-
-
-def _prefix(job: str) -> str:
-    return f"keras_dist.{job}."
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -162,17 +138,3 @@ def note_signals(*others: signal.Signals) -> list[int]:
 def is_saving(number: int) -> bool:
     """Return whether a signal gives the ranks time to save."""
     return number in _SAVES
-
-
-def stopped_text(number: int, *, has_saved: bool, host: str = "") -> str:
-    """Return the line that says that a signal has ended the job.
-
-    Args:
-        number: Number of the signal.
-        has_saved: Whether all ranks have saved.
-        host: Where it was received, if there are several hosts.
-    """
-    saved = "; the ranks have saved, and the same command continues from there"
-    where = f" on {host}" if host else ""
-    name = signal.Signals(number).name
-    return f"keras-dist: ended by {name}{where}{saved if has_saved else ''}."

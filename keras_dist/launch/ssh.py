@@ -6,7 +6,6 @@ ends, for whatever reason, so does the input, and with it what was started there
 """
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -20,8 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from keras_dist.launch.failures import print_message
-from keras_dist.launch.hosts import is_here, parse_endpoint
-from keras_dist.launch.network import address_towards
+from keras_dist.launch.hosts import find_address_towards, is_here, parse_endpoint
 from keras_dist.launch.processes import note_signals
 from keras_dist.launch.signing import VARIABLE as SECRET
 
@@ -34,9 +32,6 @@ _NOT_PASSED_ON = re.compile(
     r"BASH_FUNC_.*|DISPLAY|HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|SSH_.*"
     r"|TMPDIR|USER|XDG_.*|_"
 )
-
-# The environment fits into a pipe of this size, also before ssh is connected.
-_PIPE_BYTES = 1 << 18
 
 # Ports of the job's store that nobody else is likely to use.
 _PORTS = range(20_000, 30_000)
@@ -67,7 +62,9 @@ def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None)
     first, *_ = hosts
     address, port = rdzv or first.rpartition("@")[2], random.choice(_PORTS)
     if rdzv is None and is_here(first):
-        address = address_towards(next(host for host in hosts if not is_here(host)))
+        address = find_address_towards(
+            next(host for host in hosts if not is_here(host))
+        )
     if rdzv is not None:
         address, port = parse_endpoint(rdzv)
     passed_on = {
@@ -76,61 +73,43 @@ def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None)
         if not _NOT_PASSED_ON.fullmatch(name)
     }
     passed_on[SECRET] = secrets.token_hex(16)
-    commands: dict[str, HostCommand] = {}
+    commands: dict[str, subprocess.Popen[bytes]] = {}
     stopped = note_signals()
     try:
         for number, (host, count) in enumerate(hosts.items()):
             options = ["--over-ssh", "--nnodes", len(hosts), "--node-rank", number]
             options += ["--rdzv", f"{address}:{port}", "-np", count]
+            commands[host] = _start(host, [*map(str, options), *words])
             named = {**passed_on, "HOROVOD_HOSTNAME": host.rpartition("@")[2]}
-            own = HostCommand(host, [*map(str, options), *words], named)
-            commands[host] = own
+            _write(commands[host], json.dumps(named))
         return _wait(commands, stopped)
     finally:
         _end(commands)
 
 
-class HostCommand:
-    """The command on one host.
+def _start(host: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start `keras-dist run` on a host."""
+    run = [sys.executable, "-m", "keras_dist", "run", *words]
+    if not is_here(host):
+        # Nothing secret: all users can read the command lines of processes.
+        path = [f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"]
+        line = shlex.join(["cd", os.getcwd()])
+        line += f" && exec {shlex.join(['env', *path, *run])}"
+        # What stands behind `--` is no option, whatever a host is called.
+        run = [*_SSH, "--", host, line]
+    return subprocess.Popen(
+        run,
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # so that Ctrl-C reaches only this process
+    )
 
-    Args:
-        host: The host, as the user has named it.
-        words: Options of `keras-dist run`, and the command of the ranks.
-        environment: Its environment variables.
-    """
 
-    def __init__(
-        self, host: str, words: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
-        run = [sys.executable, "-m", "keras_dist", "run", *words]
-        if not is_here(host):
-            # Nothing secret: all users can read the command lines of processes.
-            path = [f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"]
-            line = shlex.join(["cd", os.getcwd()])
-            line += f" && exec {shlex.join(['env', *path, *run])}"
-            # What stands behind `--` is no option, whatever a host is called.
-            run = [*_SSH, "--", host, line]
-        self.process = subprocess.Popen(
-            run,
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C reaches only this process
-        )
-        assert self.process.stdin is not None
-        self._input = self.process.stdin
-        with contextlib.suppress(OSError):  # of a user with many hosts
-            fcntl.fcntl(self._input, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self.write(json.dumps(dict(environment)))
-
-    def write(self, line: str) -> None:
-        """Write a line to its standard input."""
-        with contextlib.suppress(OSError):  # its exit code shows that it has ended
-            self._input.write(f"{line}\n".encode())
-            self._input.flush()
-
-    def end_input(self) -> None:
-        """Let it end, as if this process were gone."""
-        with contextlib.suppress(OSError):
-            self._input.close()
+def _write(command: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line to the standard input of a command."""
+    assert command.stdin is not None
+    with contextlib.suppress(OSError):  # its exit code shows that it has ended
+        command.stdin.write(f"{line}\n".encode())
+        command.stdin.flush()
 
 
 def read_environment() -> None:
@@ -149,7 +128,9 @@ def read_environment() -> None:
         ) from error
 
 
-def _wait(commands: Mapping[str, HostCommand], stopped: Sequence[int]) -> int:
+def _wait(
+    commands: Mapping[str, subprocess.Popen[bytes]], stopped: Sequence[int]
+) -> int:
     """Wait until the commands of all hosts have ended, or one alone."""
     (first, *_), told, begin = commands, 0, 0.0
     while True:
@@ -157,8 +138,8 @@ def _wait(commands: Mapping[str, HostCommand], stopped: Sequence[int]) -> int:
         for number in stopped[told:]:
             told += 1
             for command in commands.values():
-                command.write(str(number))
-        polled = {host: each.process.poll() for host, each in commands.items()}
+                _write(command, str(number))
+        polled = {host: command.poll() for host, command in commands.items()}
         codes = {host: code for host, code in polled.items() if code is not None}
         begin = (begin or time.monotonic()) if codes else 0.0
         code = codes.get(first, _LOST)
@@ -176,15 +157,14 @@ def _wait(commands: Mapping[str, HostCommand], stopped: Sequence[int]) -> int:
             return code or 1
 
 
-def _end(commands: Mapping[str, HostCommand]) -> None:
+def _end(commands: Mapping[str, subprocess.Popen[bytes]]) -> None:
     """End all commands, after the time in which they print their rest."""
     for command in commands.values():
-        command.end_input()
-    begin = time.monotonic()
-    while any(each.process.poll() is None for each in commands.values()) and (
-        time.monotonic() - begin < _END_SECONDS
-    ):
-        time.sleep(_TICK)
+        with contextlib.suppress(OSError):
+            command.stdin and command.stdin.close()  # as if this process were gone
+    end = time.monotonic() + _END_SECONDS
     for command in commands.values():
-        command.process.kill()
-        command.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(max(0.0, end - time.monotonic()))
+        command.kill()
+        command.wait()

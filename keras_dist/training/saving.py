@@ -32,8 +32,8 @@ import keras
 from keras_dist import comm
 from keras_dist.clusters import find_place
 from keras_dist.comm import World
-from keras_dist.launch import monitor
-from keras_dist.launch.store import client_of
+from keras_dist.launch.monitor.watchdog import read_limit
+from keras_dist.launch.store import find_store
 
 # The name in the store of how far the first rank has come.
 _POSITION = "saves"
@@ -120,7 +120,7 @@ class SaveLog:
     """
 
     def __init__(self, world: World) -> None:
-        self._store, self._is_first = client_of(), world.is_first
+        self._store, self._is_first = find_store(), world.is_first
         self._longest = max(_LONGEST, world.size / _LOOKS)
         self._position = [0, 0]  # the interval, and the saves in it
         self._numbers: dict[str, int] = collections.Counter()
@@ -170,7 +170,7 @@ class SaveLog:
     def _is_written(self, name: str, number: int, path: str) -> bool:
         """Wait for the first rank to make the same save; return True if it is here."""
         # Long before the watchdog may think that nobody works.
-        begin_seconds = min(_BEGIN_SECONDS, (monitor.limit_of() or 120.0) / 4)
+        begin_seconds = min(_BEGIN_SECONDS, (read_limit() or 120.0) / 4)
         start, pause = time.monotonic(), _SHORTEST
         while self._store is not None:
             position = self._store.get(_POSITION) or [0, 0]

@@ -40,13 +40,13 @@ def variables(of, secrets):
     return found
 
 
-def words(of, env):
+def words(of, env, folder=ROOT / "examples"):
     """The command of a container with its variables, in the image's folder."""
     command = of["command"]
     for name, value in env.items():
         command = [word.replace(f"$({name})", value) for word in command]
     path = f"PATH={Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin"
-    return ["env", "-C", ROOT / "examples", path, *command]
+    return ["env", "-C", folder, path, *command]
 
 
 @pytest.fixture
@@ -73,32 +73,43 @@ def resolve(net, name, pods, service, known):
     net.write_hosts(name, "\n".join(lines))
 
 
-def started(net, name, index, secret="0123456789abcdef" * 4):
+def started(net, name, index, folder, secret="0123456789abcdef" * 4):
     """A pod of the Indexed Job, on a host."""
     of = container(documents("job.yaml")["Job"]["spec"]["template"])
     env = variables(of, {"digits": {"secret": secret}})
     env["JOB_COMPLETION_INDEX"] = str(index)  # by the controller of jobs
-    return net.start(name, words(of, env), env=env)
+    return net.start(name, words(of, env, folder), env=env)
 
 
-@pytest.mark.long  # tests/launch has the variables, tests/clusters the file
-def test_the_pods_of_the_job_train_as_one(net, names):
+_NUMBERS = """
+import os
+print(*(os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "CROSS_SIZE")))
+"""
+
+
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_pods_of_the_job_are_one(net, names, shared, trains):
     """The second one comes first, and the name of the first one is not known yet."""
+    folder = ROOT / "examples" if trains else shared
+    (shared / "digits.py").write_text(_NUMBERS)
     pods = {"a": "digits-0", "b": "digits-1"}
     service = documents("job.yaml")["Service"]["metadata"]["name"]
     names(pods)
     resolve(net, "a", pods, service, "a")
     resolve(net, "b", pods, service, "b")
-    second = started(net, "b", 1)
+    second = started(net, "b", 1, folder)
     time.sleep(3)
-    first = started(net, "a", 0)
+    first = started(net, "a", 0, folder)
     resolve(net, "a", pods, service, "ab")
     resolve(net, "b", pods, service, "ab")
     printed, problems = first.communicate(timeout=180)
     also_printed, also_problems = second.communicate(timeout=30)
     assert (first.returncode, second.returncode) == (0, 0), problems + also_problems
-    assert "4 on 2 hosts" in printed
-    assert "validation accuracy" in printed
+    if trains:
+        assert "4 on 2 hosts" in printed and "validation accuracy" in printed
+    else:
+        expected = ["0 4 2", "[1] 1 4 2", "[2] 2 4 2", "[3] 3 4 2"]
+        assert sorted((printed + also_printed).splitlines()) == expected
 
 
 @contextlib.contextmanager

@@ -6,17 +6,11 @@ import threading
 
 import pytest
 
-from keras_dist.launch.store import (
-    Store,
-    assign_ranks,
-    client_of,
-    store_token,
-    store_variables,
-)
+from keras_dist.launch.signing import derive_secret
+from keras_dist.launch.store import Store, find_store, store_variables
 
 MESSAGES = 10_000
 SECRET = "the secret of the job"
-HOSTS = [("a", 2), ("b", 1)]
 
 
 def mutated(generator, message):
@@ -41,7 +35,6 @@ def mutated(generator, message):
 def store():
     """A store with values, and the variables by which ranks find it."""
     store = Store(SECRET)
-    store.open(assign_ranks(HOSTS))
     yield store, store_variables("127.0.0.1", store.port, SECRET)
     store.close()
 
@@ -67,28 +60,28 @@ def test_a_stranger_changes_nothing_in_the_store(store, capfd):
     """Random requests without the token, many of which were valid with it."""
     generator = random.Random(17)
     own, variables = store
-    ranks = client_of(variables)
+    ranks = find_store(variables)
     assert ranks.put("beat.0", 1) and ranks.put("host.1", {"saved": True})
-    before = {name: dict(scope) for name, scope in own._server.cache.items()}
+    before, token = dict(own.values), own.token.decode()
     tokens = [
         "",
         "0" * 32,
         SECRET,
-        store_token(SECRET)[:31],
-        store_token("another"),
+        token[:31],
+        derive_secret("another", "store"),
         "ü",
     ]
     accepted = []
     for _ in range(MESSAGES):
         method = generator.choice(["GET", "PUT", "DELETE", "HEAD", "POST", "get"])
-        path = f"/{generator.choice(tokens)}:{own.port}/keras_dist_watch/beat.0"
+        path = f"/{generator.choice(tokens)}/0:{own.port}/keras_dist_watch/beat.0"
         message = mutated(generator, request(method, path, b'{"saved": true}'))
         if generator.random() < 0.1:
             message = generator.randbytes(generator.randint(0, 300))
-        status = answer_of(own._server, message).split(b"\r\n")[0].split(b" ")[1:2]
+        status = answer_of(own, message).split(b"\r\n")[0].split(b" ")[1:2]
         accepted += [message] if status == [b"200"] else []
     assert accepted == []
-    assert {name: dict(scope) for name, scope in own._server.cache.items()} == before
+    assert own.values == before
     assert ranks.get("beat.0") == 1
     assert capfd.readouterr().err == ""
 
@@ -97,8 +90,8 @@ def test_what_a_rank_sends_by_mistake_ends_neither_store_nor_launcher(store, cap
     """With the token, over connections of their own; the store answers the next one."""
     generator = random.Random(18)
     own, variables = store
-    ranks, threads = client_of(variables), threading.active_count()
-    path = f"/{store_token(SECRET)}:{own.port}/keras_dist_watch/"
+    ranks, threads = find_store(variables), threading.active_count()
+    path = f"/{own.token.decode()}/0:{own.port}/keras_dist_watch/"
     for number in range(500):
         name = generator.choice(["beat.0", "host.0", "a/b", "", "*", "x*", "../x"])
         message = request(generator.choice(["GET", "PUT", "DELETE"]), path + name, b"1")

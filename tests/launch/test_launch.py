@@ -65,7 +65,7 @@ keras_dist.dist_fit(model, **data, verbose=0)
 # What the first failure is: the end of its traceback or a line, and the exit code.
 _CASES = {
     "raise": ("KeyError: 'tea'", 1),
-    "exit": ("Rank 0: ended with exit code 3", 3),
+    "exit": ("It ended with exit code 3", 3),
     "kill": ("was ended by SIGKILL", 128 + signal.SIGKILL),
     "generator": ("LookupError: no more tea", 1),
     "memory": ("MemoryError", 1),
@@ -219,7 +219,7 @@ def test_a_dry_run_tells_what_would_start(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-m", "this"], "number of ranks is needed"),
+        (["-m", "this"], "At least one rank is needed, by -np N"),
         (["-np", 2], "script to start is needed"),
         (["-np", 2, "nothing.py"], "no such script"),
         (["-np", 2, "--"], "script to start is needed"),
@@ -368,8 +368,8 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
             parse_endpoint(f"{name}:29400")
         if " " not in name:
             file.write_text(f"a slots=1\n{name} slots=1\n")
-            with pytest.raises(ValueError, match=f"in line 2 of {file}"):
-                read_hostfile(file)
+            with pytest.raises(ValueError, match="The name of a host must be"):
+                parse_hosts(read_hostfile(file), None)
     named = "me.too@node-1.cluster:2,10.0.0.1:1,größe:1,DOMAIN\\me@fe80::1%eth0:1"
     assert len(parse_hosts(named, None)) == 4
     file.write_text("-oProxyCommand=touch-it slots=1\n")
@@ -410,17 +410,14 @@ def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
     """A function of this file is pickled by value; an error on one rank is raised."""
 
     def rank_and_sum(of, *, fail):
-        if fail and keras_dist.rank() == 1:
+        if fail:
             raise KeyError("tea")
         return keras_dist.rank(), keras_dist.sum(of)
 
     # Of a module that the ranks cannot import, like a function in a notebook.
     rank_and_sum.__module__ = "__main__"
-    assert keras_dist.run(rank_and_sum, [2], {"fail": False}, np=3) == [
-        (0, 6),
-        (1, 6),
-        (2, 6),
-    ]
+    done = keras_dist.run(rank_and_sum, [2], {"fail": False}, np=2)
+    assert done == [(0, 4), (1, 4)]
     with pytest.raises(RuntimeError, match="printed above. Received: exit code 1"):
-        keras_dist.run(rank_and_sum, [2], {"fail": True}, np=2)
-    assert "keras-dist: rank 1 failed first" in capfd.readouterr().err
+        keras_dist.run(rank_and_sum, [2], {"fail": True}, np=1)
+    assert "keras-dist: rank 0 failed first" in capfd.readouterr().err

@@ -1,50 +1,15 @@
 """What a thousand ranks cost their launcher and its store grows with their number."""
 
 import contextlib
-import os
-import time
 
-from test_launch import start
-
-from keras_dist.launch.failures import Failure, Report, verdict
-from keras_dist.launch.store import (
-    Store,
-    assign_ranks,
-    client_of,
-    store_variables,
-)
-
-# Reads its environment, and ends a while later.
-_SSH = """#!/bin/sh
-while [ "$1" != -- ]; do shift; done
-sleep 1
-read message
-touch "$0.of.$2"
-sleep 3
-exit 5
-"""
-
-
-def test_a_host_that_answers_slowly_does_not_delay_the_others(tmp_path):
-    """Also where the environment does not fit into a pipe before ssh is connected."""
-    ssh = tmp_path / "ssh"
-    ssh.write_text(_SSH)
-    ssh.chmod(0o755)
-    hosts = ",".join(f"h{number}:8" for number in range(16))
-    large = {f"LARGE_{number}": "x" * 100_000 for number in range(2)}
-    begin = time.monotonic()
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = start("-H", hosts, "-m", "this", **large, **path)
-    assert time.monotonic() - begin < 10  # one after the other: 16 and more
-    assert len(list(tmp_path.glob("ssh.of.*"))) == 16
-    assert done.returncode == 5, done.stderr
+from keras_dist.launch.failures import RankEnd, Report, describe_failure
+from keras_dist.launch.store import Store, find_store, store_variables
 
 
 def test_a_rank_reads_what_all_have_written_by_one_request():
     """From the launcher's store; a value that is none is `None`."""
     with contextlib.closing(Store("secret")) as own:
-        own.open(assign_ranks([("localhost", 2)]))
-        store = client_of(store_variables("127.0.0.1", own.port, "secret"))
+        store = find_store(store_variables("127.0.0.1", own.port, "secret"))
         assert store.get_all("") == {}
         for name in ("beat.0", "beat.1", "1"):
             store.put(name, {"name": name})
@@ -56,16 +21,21 @@ def test_a_rank_reads_what_all_have_written_by_one_request():
 
 
 def test_the_outcomes_of_a_thousand_ranks_are_few_lines():
-    """The first failure, and a line for each kind of outcome."""
-    failure = Failure(7, 1.0, 3, "KeyError: 'tea'", "", False)
-    where = {rank: "in step 7 of epoch 1" for rank in range(992)}
-    hosts = {rank: f"h{rank // 8}" for rank in range(1000)}
-    unknown = range(992, 1000)
-    report = Report([failure], where)
-    text, _ = verdict([report], "", hosts=hosts, unknown=unknown)
-    assert text.splitlines() == [
-        "keras-dist: rank 7 on h0 failed first, in step 7 of epoch 1.",
-        "Rank 7 on h0: KeyError: 'tea'",
-        "Ranks 0 to 6, 8 to 991 on 124 hosts were in step 7 of epoch 1: ended with it",
-        "Ranks 992 to 999 on h124: their hosts have sent no report.",
+    """The first failure, the lost host, and a line for each of a few ranks."""
+    where = "in step 7 of epoch 1"
+    ends = [RankEnd(rank, where) for rank in range(992)]
+    ends[7] = RankEnd(
+        7, where, 3, 1.0, "KeyError: 'tea'", "Traceback …\nKeyError: 'tea'"
+    )
+    hosts = [(f"h{k}", range(8 * k, 8 * k + 8)) for k in range(125)]
+    reports = [Report([ends[rank] for rank in ranks]) for _, ranks in hosts[:-1]]
+    text, code = describe_failure([*reports, None], hosts)
+    lines = text.splitlines()
+    assert code == 3 and lines[:5] == [
+        f"keras-dist: rank 7 on h0 failed first, {where}.",
+        "Traceback …",
+        "KeyError: 'tea'",
+        "keras-dist: host h124 has not responded for 15 s (ranks 992 to 999).",
+        f"Rank 0 on h0 was {where}: ended with it",
     ]
+    assert lines[-1] == "And 975 more ranks." and len(lines) == 21

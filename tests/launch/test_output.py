@@ -11,6 +11,8 @@ import psutil
 import pytest
 from launch import ROOT
 
+from keras_dist.launch.output import Output
+
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 
 _PRINTS = """
@@ -135,3 +137,71 @@ def test_a_rank_may_print_much_as_it_saves(script):
     stdout, _ = process.communicate(timeout=60)
     assert stdout == b"x" * 1_000_000 + b"saved\n"
     assert time.monotonic() - begin < 10
+
+
+class _Rank:
+    """The ends of a rank's two streams to which it writes."""
+
+    def __init__(self, output, rank=0):
+        readers, self._writers = zip(*(os.pipe() for _ in range(2)), strict=True)
+        self._output = output
+        output.add(rank, *(os.fdopen(reader, "rb") for reader in readers))
+
+    def write(self, stream, data):
+        os.write(self._writers[stream], data)
+        self._output.pass_on(0)
+
+    def close(self):
+        for writer in self._writers:
+            os.close(writer)
+
+
+@pytest.fixture
+def screens(capsysbinary):
+    """Returns what has come to standard output and standard error since last time."""
+    return lambda: list(capsysbinary.readouterr())
+
+
+_MIXED = ["größer".encode(), b"", b"a\tb  ", b"the end"]
+
+
+@pytest.mark.parametrize("size", [7, 100, 1 << 15])
+def test_what_is_shown_does_not_depend_on_how_it_arrives(screens, tmp_path, size):
+    """In chunks of any size; the file of a rank has every byte, too."""
+    output = Output(tmp_path)
+    ranks = [_Rank(output, number) for number in range(2)]
+    data = b"\n".join(_MIXED * 20)  # the last line without a newline
+    for rank in ranks:
+        for begin in range(0, len(data), size):
+            rank.write(1, data[begin : begin + size])
+        rank.close()
+    output.close()
+    assert [(tmp_path / f"rank.{n}.log").read_bytes() for n in (0, 1)] == [data] * 2
+    assert screens() == [b"", data + b"\n"]
+
+
+def test_a_progress_bar_is_shown_as_it_grows(screens):
+    """Each state with the rank before it, as soon as the next one begins."""
+    output = Output()
+    rank = _Rank(output, 1)
+    written = [(b"\r 1/3", b"\r"), (b"\b\b\b\b\r 2/3", b"[1]  1/3\b\b\b\b\r")]
+    written += [(b"\r 3/3", b"[1]  2/3\r"), (b" done\r", b"")]
+    written += [(b"\nnext\r\n", b"[1]  3/3 done\r\n[1] next\r\n")]
+    for data, shown in written:
+        rank.write(0, data)
+        assert screens()[0] == shown
+    rank.close()
+    output.close()
+
+
+def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(screens):
+    """It begins a new line."""
+    output = Output()
+    first, second = _Rank(output, 0), _Rank(output, 1)
+    first.write(0, b"a long bar\ra longer bar")
+    second.write(0, b"line\nline\n")
+    first.write(0, b"\n")
+    assert screens()[0] == b"a long bar\r\n[1] line\n[1] line\na longer bar\n"
+    for rank in (first, second):
+        rank.close()
+    output.close()

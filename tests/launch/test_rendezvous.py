@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -84,36 +85,74 @@ def pods(rank, size, port):
     }
 
 
-def run_ranks(variables, ranks, size, *, port=None, timeout=100, script=TRAIN, env=()):
-    """What each rank printed, and how it ended; if one does not end, their stacks."""
-    port = port or free_port()
-    common = {
-        **{n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")},
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
-        "PYTHONFAULTHANDLER": "1",
-        **dict(env),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=common | variables(rank, size, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ranks
-    ]
-    try:
-        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            process.send_signal(signal.SIGABRT)
-        raise AssertionError([p.communicate()[0] for p in processes]) from None
-    finally:
-        for process in processes:
-            process.kill()
-    return [(p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
+# Importing TensorFlow takes seconds: one process does it, and forks into all ranks.
+_FORKS = """
+import json, os, signal, sys
+import keras, numpy, keras_dist
+from keras_dist import comm  # and with it all of TensorFlow that ranks need
+rank = None
+while rank is None and (line := sys.stdin.readline()):
+    pids = []
+    for each in json.loads(line):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            rank = each
+            break
+    else:
+        print(json.dumps(pids), flush=True)
+        for pid in pids:
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+if rank is not None:
+    file = os.open(rank["output"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(rank["env"])
+    exec(compile(rank["script"], "<script>", "exec"))
+"""
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """The process that forks, without a launcher's variables."""
+    env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    common = {"PYTHONPATH": path, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FORKS],
+        env=env | common,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.stdin.close()
+    process.wait(10)
+
+
+@pytest.fixture
+def run_ranks(forks, tmp_path):
+    """Returns a function that starts ranks: how they ended, and what they printed."""
+
+    def run(variables, ranks, size, *, port=None, script=TRAIN, env=()):
+        port = port or free_port()
+        outputs = [tmp_path / f"rank.{rank}" for rank in ranks]
+        jobs = [
+            {
+                "env": dict(env) | variables(rank, size, port),
+                "output": str(output),
+                "script": script,
+            }
+            for rank, output in zip(ranks, outputs, strict=True)
+        ]
+        print(json.dumps(jobs), file=forks.stdin, flush=True)
+        pids = json.loads(forks.stdout.readline())
+        end = threading.Timer(60, lambda: [os.kill(p, signal.SIGKILL) for p in pids])
+        end.start()
+        codes = [int(forks.stdout.readline()) for _ in pids]
+        end.cancel()
+        return [(c, o.read_text()) for c, o in zip(codes, outputs, strict=True)]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -122,13 +161,12 @@ def run_ranks(variables, ranks, size, *, port=None, timeout=100, script=TRAIN, e
         slurm,
         pytest.param(torchrun, marks=pytest.mark.long),
         two_torchruns,
-        # tests/test_places.py has their variables.
-        pytest.param(tf_config, marks=pytest.mark.long),
-        pytest.param(pods, marks=pytest.mark.long),
+        tf_config,
+        pods,
     ],
     ids=lambda variables: variables.__name__,
 )
-def test_ranks_meet_and_train_one_model(variables):
+def test_ranks_meet_and_train_one_model(run_ranks, variables):
     """Two processes have the same weights, and know all ranks."""
     done = run_ranks(variables, [0, 1], 2)
     lines = [line for _, out in done for line in out.splitlines() if "trained" in line]
@@ -143,7 +181,7 @@ def test_ranks_meet_and_train_one_model(variables):
 SHORT = "import keras_dist.comm.rendezvous as r; r._TIMEOUT = 2.0\n" + TRAIN
 
 
-def test_a_rank_that_is_missing_is_named():
+def test_a_rank_that_is_missing_is_named(run_ranks):
     """On every rank that has come: by its number, and with the hosts of the others."""
     done = run_ranks(torchrun, [0, 1], 3, script=SHORT)
     for code, out in done:
@@ -152,13 +190,13 @@ def test_a_rank_that_is_missing_is_named():
         assert f"2 on {socket.gethostname()}" in out
 
 
-def test_ranks_without_a_first_one_say_where_it_should_be():
+def test_ranks_without_a_first_one_say_where_it_should_be(run_ranks):
     """Rank 0 has ended, or never began."""
     [(code, out)] = run_ranks(torchrun, [1], 2, script=SHORT)
     assert code == 1 and "first host cannot be reached" in out, out
 
 
-def test_a_port_in_use_is_an_error_that_names_it():
+def test_a_port_in_use_is_an_error_that_names_it(run_ranks):
     """Another program listens there."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -168,7 +206,7 @@ def test_a_port_in_use_is_an_error_that_names_it():
     assert code == 1 and f"cannot listen at 127.0.0.1:{port}." in out, out
 
 
-def test_ranks_that_disagree_on_their_number_are_an_error():
+def test_ranks_that_disagree_on_their_number_are_an_error(run_ranks):
     """Rank 1 was started with another size."""
 
     def variables(rank, size, port):
@@ -179,7 +217,7 @@ def test_ranks_that_disagree_on_their_number_are_an_error():
     assert "do not agree on their number" in done[0][1], done
 
 
-def test_another_secret_is_refused():
+def test_another_secret_is_refused(run_ranks):
     """A rank of another job, by mistake."""
 
     def variables(rank, size, port):
@@ -199,8 +237,10 @@ keras_dist.gather("never")
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(tmp_path, rank):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(
+    run_ranks, tmp_path, rank
+):
     """Its traceback on itself, a line on the others, and torchrun's error file."""
 
     def variables(rank, size, port):
@@ -229,7 +269,7 @@ if os.environ["RANK"] == "0":
 )
 
 
-def test_a_first_rank_that_ends_before_all_have_come_is_named():
+def test_a_first_rank_that_ends_before_all_have_come_is_named(run_ranks):
     """Within seconds, on a rank that waits for its answer."""
     begin = time.monotonic()
     (first, _), (code, out) = run_ranks(torchrun, [0, 1], 3, script=DIES)
@@ -252,7 +292,7 @@ keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
 """
 
 
-def test_a_rank_that_leaves_while_others_train_is_named_on_them():
+def test_a_rank_that_leaves_while_others_train_is_named_on_them(run_ranks):
     """By `sys.exit(0)` on the rank with the store, which stays for a moment."""
     (code, _), (failed, second) = run_ranks(torchrun, [0, 1], 2, script=LEAVE)
     assert (code, failed) == (0, 1)

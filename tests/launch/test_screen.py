@@ -3,14 +3,9 @@
 import subprocess
 import sys
 
-import keras
-import numpy as np
 import pytest
-import tensorflow as tf
 from launch import ROOT, launch
 from test_launch import start
-
-from keras_dist.launch.failures import telling_line
 
 _SCRIPT = """
 import sys
@@ -70,13 +65,6 @@ def seen(tmp_path_factory):
     return done.stdout.decode(), done.stderr.decode()
 
 
-def test_the_first_line_is_there_at_once(seen):
-    """It says what is started, since importing TensorFlow takes seconds."""
-    _, stderr = seen
-    first = "keras-dist: 2 ranks on this host, importing TensorFlow\n"
-    assert stderr.startswith(first) and stderr.count("importing") == 1
-
-
 def test_callbacks_that_print_do_so_on_the_first_rank(seen):
     """And run on all: what they decide is the same there."""
     stdout, _ = seen
@@ -109,8 +97,7 @@ def test_the_report_stands_at_the_end(seen):
     _, stderr = seen
     lines = stderr[stderr.index("keras-dist: rank 1 failed first, ") :].splitlines()
     assert lines[1] == "Traceback (most recent call last):"
-    assert lines[-2].startswith("Rank 1: ValueError: Input 0 ")
-    assert "but received input with shape (2, 5)" in lines[-2]
+    assert "but received input with shape (2, 5)" in "\n".join(lines[:-1])
     assert lines[-1].startswith("Rank 0 was in ")
     says = "the traceback of the rank that failed first, then a line for each rank"
     done = start("--help", COLUMNS="500")
@@ -119,100 +106,15 @@ def test_the_report_stands_at_the_end(seen):
         assert says in " ".join(text.split())
 
 
-class Reshapes(keras.layers.Layer):
-    """In a graph, to seven numbers; in Python, an error."""
-
-    def __init__(self, is_in_python):
-        super().__init__()
-        self.is_in_python = is_in_python
-
-    def call(self, x):
-        """A vector."""
-        if self.is_in_python:
-            raise LookupError("no tea")
-        return tf.reshape(x, tf.cast(tf.reduce_sum(x) * 0 + 7, tf.int32)[None])
-
-    def compute_output_shape(self, shape):
-        """Unknown."""
-        return (None,)
-
-
-def _generated():
-    yield np.ones((2, 4)), np.ones(2)
-    raise KeyError("tea")
-
-
-def _rows():
-    yield np.ones((2, 3)), np.ones((2, 3))
-
-
-def _fit(layer, generate, width):
-    rows = tf.TensorSpec((None, width))
-    signature = (rows, rows if width == 3 else tf.TensorSpec((None,)))
-    data = tf.data.Dataset.from_generator(generate, output_signature=signature)
-    model = keras.Sequential([keras.Input((width,)), layer])
-    model.compile("sgd", "mse")
-    model.fit(data, verbose=0)
-
-
-@tf.function
-def _graph():
-    raise ValueError("plain")
-
-
-@pytest.mark.parametrize(
-    ("fail", "line"),
-    [
-        (lambda: keras.layers.Dense(1)("x"), "ValueError: "),
-        (
-            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])(
-                np.ones((2, 3))
-            ),
-            "ValueError: Input 0 with name 'None' of layer",
-        ),
-        (lambda: Reshapes(True)(np.ones((2, 3))), "LookupError: no tea"),
-        (
-            lambda: keras.Sequential([Reshapes(False)])(np.ones((2, 3))),
-            "InvalidArgumentError: Input to reshape is a tensor with 6 values, but the "
-            "requested shape has 7",
-        ),
-        (
-            lambda: _fit(Reshapes(False), _rows, 3),
-            "InvalidArgumentError: Input to reshape is a tensor with 6 values, but the "
-            "requested shape has 7",
-        ),
-        (
-            lambda: _fit(keras.layers.Dense(1), _generated, 4),
-            "UnknownError: KeyError: 'tea'",
-        ),
-        (_graph, "ValueError: plain"),
-        (lambda: {}["tea"], "KeyError: 'tea'"),
-        (lambda: (_ for _ in ()).throw(KeyError()), "KeyError"),
-    ],
-)
-def test_the_line_of_an_error_is_its_innermost_message(fail, line):
-    """Not where Keras, AutoGraph and TensorFlow were."""
-    with pytest.raises(Exception) as error:  # noqa: PT011
-        fail()
-    found = telling_line(type(error.value).__name__, str(error.value))
-    assert found.startswith(line)
-    assert "Exception encountered" not in found and "\n" not in found
-    other = telling_line("RankError", f"On rank 1: {error.value}")
-    assert "Exception encountered" not in other
-
-
 def test_without_np_there_is_a_rank_for_each_gpu():
-    """Of one machine; without one it is an error, and more ranks are a warning."""
+    """Of one machine; without one it is an error."""
     show = ["sh", "-c", "echo rank $HOROVOD_RANK of $HOROVOD_SIZE"]
     done = start(*show, CUDA_VISIBLE_DEVICES="0,1")
     ranks = ["[1] rank 1 of 2", "rank 0 of 2"]
     assert sorted(done.stdout.splitlines()) == ranks, done.stderr
-    assert done.stderr == "keras-dist: 2 ranks on this host\n"
-    done = start("-np", 4, *show, CUDA_VISIBLE_DEVICES="0,1")
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4
-    assert "keras-dist: 4 ranks share 2 GPUs of this host" in done.stderr
+    assert done.stderr == ""
     done = start(*show, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1 and "Received: neither -np N nor -H." in done.stderr
+    assert done.returncode == 1 and "by -np N, -H or a GPU of this host" in done.stderr
 
 
 def test_a_wrong_option_shows_the_usage_of_its_command():

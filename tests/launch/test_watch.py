@@ -74,21 +74,18 @@ def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     ), done.stderr
     report = done.stderr[done.stderr.index("keras-dist: rank") :]
     assert re.match(r"keras-dist: rank 1 failed first, in step \d+ of epoch 1", report)
-    assert "in sleep_for_ever" in report
+    assert "in sleep_for_ever" in report and "Stack of" not in report  # once is enough
 
 
 def test_ranks_in_different_collectives_are_named(tmp_path):
     """Each prints the collective it waits in, and the line of the call."""
-    ranks = 3
-    done = stopped(tmp_path, "collectives", ranks, KERAS_DIST)
+    done = stopped(tmp_path, "collectives", 2, KERAS_DIST)
     assert done.returncode == EXIT_CODE, done.stderr
     stderr = done.stderr
     assert "Waiting in the collective keras_dist.gather," in stderr, stderr
-    waiting = r"Waiting in the collective keras_dist\.sum, .*: ranks 1, 2"
+    waiting = r"Waiting in the collective keras_dist\.sum, .*: rank 1"
     assert re.search(waiting, stderr), stderr
-    assert (
-        stderr.count('keras_dist.sum(1) if rank else keras_dist.gather("tea")') >= ranks
-    )
+    assert stderr.count('keras_dist.sum(1) if rank else keras_dist.gather("tea")') >= 2
 
 
 @pytest.mark.long
@@ -102,7 +99,7 @@ def test_ranks_under_horovodrun_are_monitored_too(tmp_path):
 
 
 _WORKS = """
-import re, subprocess, sys, time
+import subprocess, sys, time
 import keras_dist
 
 LIMIT = 2
@@ -113,15 +110,6 @@ def compute(seconds):
     while time.monotonic() < end:
         pass
 
-def hold_the_gil(seconds):
-    # Matching takes time of the order 2 ** length, in one call of C.
-    length, took = 18, 0.0
-    while took < seconds:
-        begin = time.monotonic()
-        re.match("(a+)+$", "a" * length + "b")
-        took = time.monotonic() - begin
-        length += 1
-
 if rank == 0:
     compute(3 * LIMIT)  # as validation on the first rank does
 keras_dist.sum(1)
@@ -129,15 +117,12 @@ if rank == 1:  # as workers that read data do
     code = "import time; t = time.monotonic()\\nwhile time.monotonic() < t + 6: pass"
     subprocess.run([sys.executable, "-c", code])
 keras_dist.sum(1)
-if rank == 0:
-    hold_the_gil(2 * LIMIT)
-keras_dist.sum(1)
 print("done", flush=True)
 """
 
 
 def test_ranks_that_work_are_left_alone(tmp_path):
-    """A rank that computes, one that waits for a child, and one stuck in a library."""
+    """A rank that computes, and one that waits for a child."""
     script = tmp_path / "script.py"
     script.write_text(_WORKS)
     env = {"PYTHONPATH": PYTHONPATH}

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from keras_dist.launch.monitor import rank_process, record
-from keras_dist.launch.store import client_of
+from keras_dist.launch.store import MANY, find_store
 
 # The file in which torchrun looks for the error of a process.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -25,25 +25,19 @@ _SECONDARY = "Another rank has ended while this one waited for it."
 # Seconds for which the rank with the store stays, so that others read its note.
 _READ_SECONDS = 1.0
 
-# What this rank has noted.
-_notes: list[str] = []
-
 
 def note_end(rank: int) -> None:
     """Let the other ranks, and torchrun, know what will end this rank.
 
     It is an error, or an exit inside of a fit.
-
-    Args:
-        rank: Rank of this process.
     """
-    store, print_error, errors = client_of(), sys.excepthook, list[BaseException]()
+    store, print_error, errors = find_store(), sys.excepthook, list[BaseException]()
 
     def write(text: str) -> None:
         # Unless another rank was the first to end.
         if store is not None and store.get(_NAME) is None:
-            _notes.append(f"Rank {rank} on {socket.gethostname()} {text}.")
-            store.put_surely(_NAME, _notes[-1])
+            note = f"Rank {rank} on {socket.gethostname()} {text}."
+            store.put(_NAME, note, attempts=MANY)
 
     def note_error(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -75,8 +69,7 @@ def note_end(rank: int) -> None:
 
 def describe_ended_rank() -> str:
     """Return why a collective has ended early: by which rank, if that is known."""
-    store = client_of()
-    note = None if store is None else store.get(_NAME)
+    note = (store := find_store()) and store.get(_NAME)
     return (
         f"{_SECONDARY} {note or 'Its own error, printed by that rank, is the cause.'}"
     )
@@ -84,5 +77,5 @@ def describe_ended_rank() -> str:
 
 def stay_for_readers() -> None:
     """Wait until others have read the note of this rank, which has the store."""
-    if _notes:
+    if (store := find_store()) and store.get(_NAME):
         time.sleep(_READ_SECONDS)

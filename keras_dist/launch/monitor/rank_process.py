@@ -11,12 +11,14 @@ import faulthandler
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import sys
 import time
 import traceback
 import types
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,13 @@ QUIET = "KERAS_DIST_QUIET"
 # distributes what the script trains.
 DISTRIBUTE = "KERAS_DIST"
 
+# `keras-dist run` draws a seed for each job; other launchers give all ranks an id.
+SEED = "KERAS_DIST_SEED"
+_IDS = "HOROVOD_GLOO_RENDEZVOUS_PORT PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PMI_JOBID"
+
+# The error with which `checkpoint/saver.py` ends a rank that was asked to end.
+_SAVED = "SavedExit"
+
 # An error that contains one of these texts has its cause on another rank.
 _FROM_ANOTHER_RANK = (
     "Another rank has ended while this one waited",
@@ -42,32 +51,25 @@ _FROM_ANOTHER_RANK = (
 )
 _PR_SET_PDEATHSIG = 1
 
-# Seeds what all ranks draw; run by its path, since the package is not imported here.
-_SEEDS = str(Path(__file__).with_name("seeds.py"))
 
-
-def write_report(
-    kind: str, message: str, text: str, *, is_secondary: bool, code: int = 1
-) -> None:
+def write_report(summary: str, text: str, code: int, **marks: bool) -> None:
     """Write the report of this rank: why it fails.
 
     Only the first call writes; later errors are not the cause.
 
     Args:
-        kind: Name of the error's class.
-        message: Message of the error.
+        summary: What happened, in one line.
         text: Text to print: the traceback and the message.
-        is_secondary: Whether the cause is on another rank.
         code: The exit code with which this rank is about to end.
+        **marks: `is_secondary` and `is_saved`; see `launch.failures.RankEnd`.
     """
     path = os.environ.get(REPORT_VARIABLE)
     if not path:
         return
-    report = {"time": time.time(), "kind": kind, "code": code}
-    report |= {"message": message, "text": text}
+    report = {"time": time.time(), "code": code, "summary": summary, "text": text}
     draft = Path(f"{path}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
-        draft.write_text(json.dumps(report | {"is_secondary": is_secondary}))
+        draft.write_text(json.dumps(report | marks))
         os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
 
 
@@ -78,19 +80,18 @@ def is_secondary(message: str) -> bool:
     )
 
 
-def report_error(error: BaseException) -> None:
-    """Write the report that this error ends the rank."""
-    message = str(error)
+def _report_error(error: BaseException) -> None:
+    kind, message = type(error).__name__, str(error)
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
     code = 1
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         code = error.code & 0xFF or 1  # as the kernel cuts it, but never a success
     write_report(
-        type(error).__name__,
-        message,
+        f"{kind}: {message}".strip(": ").splitlines()[0],
         "".join(lines),
+        code,
         is_secondary=is_secondary(message),
-        code=code,
+        is_saved=kind == _SAVED,
     )
 
 
@@ -111,15 +112,33 @@ def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, for whatever reason.
-
-    Args:
-        parent: Process id of the parent.
-    """
+    """Let the kernel kill this process when its parent ends, for whatever reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it has ended before the call of prctl
         os._exit(1)
+
+
+def seed_generators() -> None:
+    """Seed `random` and `numpy.random` alike on all ranks, before a script first draws.
+
+    A script that has seeded NumPy's before is left alone.
+
+    Raises:
+        ValueError: If the seed of the environment is no whole number.
+    """
+    import numpy as np  # noqa: PLC0415 - the launcher and `install-horovod` have none
+
+    ids = map(os.environ.get, f"{_IDS} SLURM_JOB_ID".split())
+    found = next(filter(None, ids), None)
+    given = os.environ.get(SEED) or (found and str(zlib.crc32(found.encode())))
+    if given and not given.strip().removeprefix("-").isdecimal():
+        raise ValueError(f"{SEED} must be a whole number. Received: {SEED}={given}")
+    # A generator that was seeded by a number has no seed sequence.
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if given and generator.seed_seq is not None:
+        random.seed(int(given))
+        np.random.seed(int(given) % 2**32)
 
 
 def _leave_rank() -> None:
@@ -154,12 +173,11 @@ def main(arguments: list[str]) -> None:
     sys.excepthook = _print
     os.register_at_fork(after_in_child=_leave_rank)
     sys.argv = command
+    is_module = kind == "module"
     try:
-        runpy.run_path(_SEEDS)["seed_generators"]()
-        is_module = kind == "module"
-        sys.path[0] = (
-            os.getcwd() if is_module else str(Path(command[0]).resolve().parent)
-        )
+        seed_generators()
+        folder = Path(command[0]).resolve().parent
+        sys.path[0] = os.getcwd() if is_module else str(folder)
         if os.environ.get(DISTRIBUTE):
             os.environ.setdefault("KERAS_BACKEND", "tensorflow")
             importlib.import_module("keras_dist")
@@ -169,10 +187,10 @@ def main(arguments: list[str]) -> None:
             _run_script(command[0])
     except SystemExit as error:
         if error.code not in (None, 0):
-            report_error(error)
+            _report_error(error)
         raise
     except BaseException as error:  # KeyboardInterrupt ends the rank, too
-        report_error(error)
+        _report_error(error)
         raise
 
 

@@ -38,11 +38,6 @@ class RankPosition:
     phase: str = ""
     collective: str = ""
 
-    @property
-    def is_with_others(self) -> bool:
-        """True if other ranks may wait for this one: in a fit or in a collective."""
-        return bool(self.phase or self.collective)
-
     def __str__(self) -> str:
         """Return the position in words.
 
@@ -92,11 +87,7 @@ class Record:
 
     @contextlib.contextmanager
     def waiting(self, collective: str) -> Iterator[None]:
-        """Inside the block, the record says that this rank waits in a collective.
-
-        Args:
-            collective: Name of the collective.
-        """
+        """Context manager in which this rank waits in a collective, by its record."""
         before = self.position
         self._write(before.phase, before.epoch, before.step, collective)
         try:

@@ -6,18 +6,19 @@ all the time, do not count; `psutil` has bytes for whole processes alone.
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+import traceback
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_dist.launch.failures import ranks_in_words
-from keras_dist.launch.monitor import rank_process, record, stacks
+from keras_dist.launch.hosts import ranks_in_words
+from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.monitor.end_note import note_end
-from keras_dist.launch.store import StoreClient, client_of
+from keras_dist.launch.store import find_store
+from keras_dist.lines import FOREIGN
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 DEFAULT_LIMIT = 120.0
@@ -31,14 +32,14 @@ EXIT_CODE = 70
 _STALLED = "stalled"
 
 # In the line about ranks for which the others wait.
-_MISSING = " missing: "
+_MISSING = "missing"
 
 # Another rank counts as idle after this fraction of the limit, since the last progress
 # of all may have been noticed a little later there.
 _ALMOST = 0.8
 
-# A rank has no heartbeat after this fraction of the limit without a new one.
-_SILENT = 0.25
+# A rank does not answer after this fraction of the limit without a new heartbeat.
+_SILENT = 0.4
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -52,37 +53,42 @@ _IDLE_FRACTION = 0.02
 _IDLE_SECONDS = 0.05
 _IDLE_BYTES, _IDLE_RATE = 2**20, 50e3
 
+# The file that runs the user's script under `keras-dist run`; and the one in which
+# Python waits for TensorFlow.
+_LAUNCHED_FILE = "keras_dist/launch/monitor/rank_process.py"
+_WAITING_FILE = "tensorflow/python/eager/execute.py"
+
 
 class Watchdog(threading.Thread):
     """A thread that checks this rank, and all other ranks while this one is idle.
 
+    A rank makes progress if its record changes, or it computes, reads or writes.
+
     Args:
-        rank: Rank of this process.
-        size: Number of ranks.
+        rank, size: Rank of this process, and number of ranks.
         limit: The job ends if no rank makes progress for this many seconds.
         ignored_threads: Ids of Horovod's threads, which poll all the time.
-        store: The store in which the ranks keep their heartbeats; with `None` each
-            rank knows only about itself.
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        limit: float,
-        ignored_threads: Collection[int],
-        store: StoreClient | None,
+        self, *, rank: int, size: int, limit: float, ignored_threads: Collection[int]
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._size, self._limit = rank, size, limit
-        self._ignored_threads, self._store = set(ignored_threads), store
+        self._ignored_threads = set(ignored_threads)
+        # In which the ranks keep their heartbeats; with `None` each rank knows only
+        # about itself.
+        self._store = find_store()
         self._tick = min(max(limit / 12, 0.2), 5.0)
         self._stop_event = threading.Event()
         self._beats = 0
-        # For each other rank: its last heartbeat, when that was first seen, and what
-        # the process had used by then.
-        self._seen: dict[int, tuple[int, float, Usage]] = {}
+        # For each other rank: its last heartbeat, and when that was first seen.
+        self._seen: dict[int, tuple[int, float]] = {}
+        # When this rank last made progress; what it has used by now, and since then;
+        # and how often its record has changed.
+        self._last_progress = time.monotonic()
+        self._usage = read_usage(ignored_threads=ignored_threads)
+        self._seconds, self._bytes, self._changes = 0.0, 0, -1
 
     def stop(self) -> None:
         """Stop watching, because this process is about to exit."""
@@ -91,23 +97,33 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         self._ignored_threads.add(threading.get_native_id())
         before = time.monotonic()
-        progress = Progress(self._ignored_threads, before)
         while not self._stop_event.wait(self._tick):
             now = time.monotonic()
             # The process or the whole machine was suspended in the meantime.
             if now - before > 4 * self._tick + 2:
-                progress.skip(now - before)
+                self._last_progress += now - before
             before = now
-            own = self.publish(progress.idle(now))
+            self._note_progress(now)
+            own = self.publish(now - self._last_progress)
             if (rank_lines := self._find_stall(own, now)) is not None:
                 self._end(own, rank_lines)
 
-    def publish(self, idle: float) -> dict[str, Any]:
-        """Write a heartbeat to the store, and return it.
+    def _note_progress(self, now: float) -> None:
+        usage = read_usage(ignored_threads=self._ignored_threads)
+        for thread, (seconds, size) in usage.items():
+            before = self._usage.get(thread, (0.0, 0))
+            self._seconds += max(0.0, seconds - before[0])
+            self._bytes += max(0, size - before[1])
+        self._usage = usage
+        elapsed, changes = now - self._last_progress, record.here.position.changes
+        is_work = self._seconds > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
+        is_work |= self._bytes > _IDLE_BYTES + _IDLE_RATE * elapsed
+        if changes != self._changes or is_work:
+            self._last_progress, self._changes = now, changes
+            self._seconds, self._bytes = 0.0, 0
 
-        Args:
-            idle: Seconds without progress of this rank.
-        """
+    def publish(self, idle: float) -> dict[str, Any]:
+        """Write a heartbeat to the store, and return it."""
         self._beats += 1
         position = record.here.position
         # Reading the stacks takes time, so only if this rank may be the cause.
@@ -115,12 +131,9 @@ class Watchdog(threading.Thread):
         status = {
             "beat": self._beats,
             "idle": idle,
-            "is_with_others": position.is_with_others,
+            "is_with_others": bool(position.phase or position.collective),
             "position": str(position),
-            "code": stacks.own_code(exclude=self) if may_be_cause else None,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "without": sorted(self._ignored_threads),
+            "code": self._find_user_code() if may_be_cause else None,
         }
         if self._store is not None:
             self._store.put(str(self._rank), status)
@@ -140,17 +153,20 @@ class Watchdog(threading.Thread):
             return [] if is_over and own["is_with_others"] and own["code"] else None
         if isinstance(lines := self._store.get(_STALLED), list):
             return [str(line) for line in lines]
-        statuses = self._read_statuses()
-        # All, also behind one that works: silence is counted from the first look.
-        are_idle = [self._is_idle(rank, s, now) for rank, s in statuses.items()]
+        statuses = self._read_statuses(now)
+        # A rank without a heartbeat has not begun.
+        are_idle = all(
+            status and (self._is_silent(rank, now) or self._is_idle(status))
+            for rank, status in statuses.items()
+        )
         are_with_others = [s["is_with_others"] for s in (own, *statuses.values()) if s]
-        if not is_over or not all(are_idle) or not any(are_with_others):
+        if not is_over or not are_idle or not any(are_with_others):
             return None
         lines = self._describe({**statuses, self._rank: own}, now)
         self._store.put(_STALLED, lines)
         return lines
 
-    def _read_statuses(self) -> dict[int, dict[str, Any] | None]:
+    def _read_statuses(self, now: float) -> dict[int, dict[str, Any] | None]:
         """Return the heartbeat of each other rank; by one request where possible."""
         assert self._store is not None
         found, statuses = self._store.get_all(""), {}
@@ -158,122 +174,101 @@ class Watchdog(threading.Thread):
             name = str(rank)
             status = self._store.get(name) if found is None else found.get(name)
             statuses[rank] = status if isinstance(status, dict) else None
+            beat = status["beat"] if isinstance(status, dict) else 0
+            if beat != self._seen.get(rank, (-1, now))[0]:
+                self._seen[rank] = beat, now
         return statuses
+
+    def _is_idle(self, status: Mapping[str, Any]) -> bool:
+        return bool(status["idle"] > _ALMOST * self._limit)
+
+    def _is_silent(self, rank: int, now: float) -> bool:
+        """Return whether a rank is suspended or has ended, by its heartbeats."""
+        return now - self._seen.get(rank, (0, now))[1] > _SILENT * self._limit
 
     def _describe(
         self, statuses: Mapping[int, dict[str, Any] | None], now: float
     ) -> list[str]:
         """Return a line for each missing rank, and for each position of the waiting."""
-        missing: dict[str, list[int]] = {}
-        waiting: dict[str, list[int]] = {}
+        groups: dict[tuple[str, str], list[int]] = {}
         for rank, status in sorted(statuses.items()):
-            if status is None or self._is_silent(rank, status, now):
-                missing.setdefault("it does not answer", []).append(rank)
+            group = "Waiting", status["position"] if status else ""
+            if status is None or self._is_silent(rank, now):
+                group = _MISSING, "it does not answer"
             elif status["code"]:
-                position = f"{status['position']}, {status['code']}"
-                missing.setdefault(position, []).append(rank)
-            else:
-                waiting.setdefault(status["position"], []).append(rank)
-        lines = [
-            f"{ranks_in_words(ranks).capitalize()} {'is' if len(ranks) == 1 else 'are'}"
-            f"{_MISSING}{position}."
-            for position, ranks in missing.items()
-        ]
-        for position, ranks in waiting.items():
-            lines.append(f"Waiting {position}: {ranks_in_words(ranks)}.")
+                group = _MISSING, f"{status['position']}, {status['code']}"
+            groups.setdefault(group, []).append(rank)
+        # The missing first.
+        lines = []
+        for (kind, text), ranks in sorted(groups.items(), reverse=True):
+            named, verb = ranks_in_words(ranks), "is" if len(ranks) == 1 else "are"
+            is_missing = kind == _MISSING
+            line = f"{named.capitalize()} {verb} missing: {text}."
+            lines.append(line if is_missing else f"{kind} {text}: {named}.")
         return lines
-
-    def _is_idle(self, rank: int, status: dict[str, Any] | None, now: float) -> bool:
-        """Return whether another rank makes no progress, by its heartbeats."""
-        if status is None:  # it has not begun
-            return False
-        beat, _, before = self._seen.get(rank, (-1, 0.0, {}))
-        now_used: Usage = {}
-        if is_here := status["host"] == socket.gethostname():
-            now_used = used(status["pid"], ignored_threads=status["without"])
-        if status["beat"] != beat:
-            self._seen[rank] = status["beat"], now, now_used
-        # No new heartbeat: the process is suspended, has ended, or works in a library
-        # that keeps the GIL so that its watchdog cannot run.
-        elif is_here and is_work(growth(before, now_used), now - self._seen[rank][1]):
-            self._seen[rank] = beat, now, now_used
-            return False
-        # Or it is about to send one, and was idle when it sent the last one.
-        is_idle = status["idle"] > _ALMOST * self._limit
-        return bool(is_idle or self._is_silent(rank, status, now))
-
-    def _is_silent(self, rank: int, status: dict[str, Any], now: float) -> bool:
-        beat, since, _ = self._seen.get(rank, (-1, 0.0, {}))
-        return bool(status["beat"] == beat and now - since > _SILENT * self._limit)
 
     def _end(self, own: dict[str, Any], rank_lines: list[str]) -> None:
         """Print where every rank is and the stacks of this one, and exit."""
         message = f"no rank has made progress for {self._limit:g} s"
-        lines = [
+        head = [
             f"keras_dist: {message}, and the job ends. Rank {self._rank} is "
             f"{own['position']}: {own['code'] or 'it waits there'}.",
             *rank_lines,
-            stacks.text(exclude=self),
-            "If the ranks were working, raise the limit: "
-            f"{VARIABLE}=600, or 0 for no limit.",
         ]
-        text = "\n".join(lines) + "\n"
-        os.write(2, text.encode(errors="replace"))
+        advice = (
+            "If the ranks were working, raise the limit: "
+            f"{VARIABLE}=600, or 0 for no limit."
+        )
+        printed = "\n".join([*head, self._format_stacks(), advice, ""])
+        os.write(2, printed.encode(errors="replace"))
         # A rank that is in the user's code while others wait for it is the cause.
         is_secondary = not own["code"] and any(_MISSING in line for line in rank_lines)
         rank_process.write_report(
-            "Stalled", message, text, is_secondary=is_secondary, code=EXIT_CODE
+            f"Stalled: {message}",
+            "\n".join([*head, advice]),  # the stacks stand above
+            EXIT_CODE,
+            is_secondary=is_secondary,
         )
         sys.stdout.flush()
         time.sleep(2 * self._tick + 1)  # until the other ranks have printed, too
         os._exit(EXIT_CODE)
 
+    def _list_stacks(self) -> Iterator[tuple[int, traceback.StackSummary]]:
+        """Ids and stacks of all threads but this one, that of the training first."""
+        frames = sys._current_frames()
+        for thread in sorted(frames, key=lambda thread: thread != record.here.thread):
+            if thread != self.ident:
+                yield thread, traceback.extract_stack(frames[thread])
 
-class Progress:
-    """How long this rank has made no progress.
+    def _format_stacks(self) -> str:
+        """Return the stacks of all Python threads, that of the training first."""
+        names = {each.ident: f"thread {each.name}" for each in threading.enumerate()}
+        names[threading.main_thread().ident] = "the main thread"
+        texts = []
+        for thread, stack in self._list_stacks():
+            entries = [e for e in stack if not e.filename.endswith(_LAUNCHED_FILE)]
+            lines = "".join(traceback.format_list(entries))
+            name = names.get(thread, f"thread {thread}")
+            texts.append(f"Stack of {name} (most recent call last):\n{lines}")
+        return "\n".join(texts)
 
-    Progress is: the record has changed, or the process has computed, read or written.
+    def _find_user_code(self) -> str | None:
+        """Return the line of the user's code that runs now; `None` if TensorFlow runs.
 
-    Args:
-        ignored_threads: Ids of threads whose work does not count.
-        now: The time, as of `time.monotonic`.
-    """
-
-    def __init__(self, ignored_threads: Collection[int], now: float) -> None:
-        self._ignored_threads = ignored_threads
-        self._last = now
-        self._usage = used(ignored_threads=ignored_threads)
-        self._sum = (0.0, 0)
-        self._changes = -1
-
-    def idle(self, now: float) -> float:
-        """Seconds without progress; must be called at short intervals."""
-        now_used = used(ignored_threads=self._ignored_threads)
-        seconds, size = growth(self._usage, now_used)
-        self._usage = now_used
-        self._sum = self._sum[0] + seconds, self._sum[1] + size
-        changes = record.here.position.changes
-        if changes != self._changes or is_work(self._sum, now - self._last):
-            self._last, self._changes, self._sum = now, changes, (0.0, 0)
-        return now - self._last
-
-    def skip(self, seconds: float) -> None:
-        """Do not count a time in which this process was suspended."""
-        self._last += seconds
-
-
-def is_work(grown: tuple[float, int], elapsed: float) -> bool:
-    """Return whether a process has worked, or has only polled while it waited.
-
-    Args:
-        grown: CPU time in seconds, and bytes read and written.
-        elapsed: Seconds in which it has used them.
-
-    >>> is_work((0.2, 0), 60.0), is_work((6.0, 0), 60.0), is_work((0.0, 2**21), 9.0)
-    (False, True, True)
-    """
-    is_computing = grown[0] > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
-    return is_computing or grown[1] > _IDLE_BYTES + _IDLE_RATE * elapsed
+        Two kinds of threads can run the user's code: the one that trains, and those in
+        which TensorFlow calls the user's generator or `py_function` while it waits for
+        the step.
+        """
+        for thread, stack in self._list_stacks():
+            files = [entry.filename for entry in stack]
+            is_py_function = any(file.endswith("ops/script_ops.py") for file in files)
+            is_candidate = thread == record.here.thread or is_py_function
+            if not is_candidate or files[-1].endswith(_WAITING_FILE):
+                continue
+            for each in reversed(stack):
+                if not each.filename.startswith(FOREIGN):
+                    return f"{each.filename}, line {each.lineno}, in {each.name}"
+        return None
 
 
 def threads(pid: int | None = None) -> set[int]:
@@ -284,58 +279,34 @@ def threads(pid: int | None = None) -> set[int]:
         return set()
 
 
-def used(pid: int | None = None, *, ignored_threads: Collection[int] = ()) -> Usage:
-    """CPU time and bytes that a process and its children have used so far.
-
-    Args:
-        pid: Id of the process; by default this one.
-        ignored_threads: Ids of threads that are left out.
-    """
+def read_usage(pid: int | None = None, ignored_threads: Collection[int] = ()) -> Usage:
+    """CPU time and bytes of a process, by default this one, and its children so far."""
     usage: Usage = {}
     for thread in threads(pid) - set(ignored_threads):
         folder = Path(f"/proc/{pid or 'self'}/task/{thread}")
-        try:
-            # The name in parentheses may contain spaces: split only what follows it.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the thread has just ended
+        # The name in parentheses may contain spaces: split only what follows it.
+        fields = _read(folder / "stat").rpartition(")")[2].split()
+        if not fields:  # the thread has just ended
             continue
+        io = _read(folder / "io").split()  # rchar: …, wchar: …
         seconds = (int(fields[11]) + int(fields[12])) / _TICKS
-        usage[thread] = seconds, _bytes(folder)
-        for child in _children(folder):
-            usage |= used(child)
+        usage[thread] = seconds, int(io[1]) + int(io[3]) if io else 0
+        for child in _read(folder / "children").split():
+            usage |= read_usage(int(child))
     return usage
 
 
-def growth(before: Usage, after: Usage) -> tuple[float, int]:
-    """Seconds and bytes used in between, without threads that have ended since.
-
-    >>> growth({1: (1.0, 10), 2: (5.0, 0)}, {1: (1.5, 30), 3: (0.25, 0)})
-    (0.75, 20)
-    """
-    pairs = [(before.get(thread, (0.0, 0)), now) for thread, now in after.items()]
-    seconds = sum(max(0.0, now[0] - then[0]) for then, now in pairs)
-    return seconds, sum(max(0, now[1] - then[1]) for then, now in pairs)
-
-
-def _bytes(folder: Path) -> int:
+def _read(path: Path) -> str:
     try:
-        lines = (folder / "io").read_text().split()
+        return path.read_text()
     except OSError:
-        return 0
-    return int(lines[1]) + int(lines[3])  # rchar: …, wchar: …
-
-
-def _children(folder: Path) -> list[int]:
-    try:
-        return [int(pid) for pid in (folder / "children").read_text().split()]
-    except OSError:
-        return []
+        return ""
 
 
 _watchdog: list[Watchdog] = []
 
 
-def limit_of(argument: float | None = None) -> float:
+def read_limit(argument: float | None = None) -> float:
     """Seconds without progress after which the job ends; 0 for no limit.
 
     Args:
@@ -361,28 +332,22 @@ def limit_of(argument: float | None = None) -> float:
 def set_limit(argument: float | None) -> None:
     """Set the limit to what the user passed, before `start`; `None` changes nothing."""
     if argument is not None:
-        os.environ[VARIABLE] = str(limit_of(argument))
+        os.environ[VARIABLE] = str(read_limit(argument))
 
 
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
     """Watch this rank and note what ends it; do nothing if there is no other rank.
 
     Args:
-        rank: Rank of this process.
-        size: Number of ranks.
-        ignored_threads: Ids of Horovod's threads.
+        rank, size, ignored_threads: See `Watchdog`.
     """
     if size == 1:
         return
     note_end(rank)
-    limit = limit_of()
+    limit = read_limit()
     if limit and not _watchdog:
         watchdog = Watchdog(
-            rank=rank,
-            size=size,
-            limit=limit,
-            ignored_threads=ignored_threads,
-            store=client_of(),
+            rank=rank, size=size, limit=limit, ignored_threads=ignored_threads
         )
         _watchdog.append(watchdog)
         # At once, before anything can happen to this rank: the others do not count a

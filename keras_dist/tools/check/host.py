@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from keras_dist.launch.hosts import ranges
-from keras_dist.launch.network import addresses
+from keras_dist.launch.hosts import addresses, ranges
 from keras_dist.tools.install.facts import CUDA, is_supported
 from keras_dist.tools.install.recipe import Built, probe
 from keras_dist.version import (

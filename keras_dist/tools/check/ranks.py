@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.fit import dist_fit
-from keras_dist.launch.hosts import num_gpus
-from keras_dist.launch.network import addresses
+from keras_dist.launch.hosts import addresses, num_gpus
 from keras_dist.tools.check.host import (
     Result,
     Status,

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from keras_dist.comm.signed import VARIABLE, sign, verify
+from keras_dist.launch.signing import VARIABLE, sign, verify
 
 
 class Bomb:
