@@ -77,13 +77,12 @@ def _meet(place: Place, secret: str) -> dict[str, str]:
         addresses = [address for *_, address in ranks]
         return {"slots": list(map(asdict, slots)), "addresses": addresses}
 
-    advice = "Their own output has the cause; every rank has to call keras_dist."
     with Meeting(
         client, place.rank, place.size, kind="rank", name=name, timeout=_TIMEOUT
     ) as ranks:
         own, reached = client.ends
         here = [name, place.local_rank, place.local_size, own]
-        start = ranks.join(here, number, advice=advice)
+        start = ranks.join(here, number)
     if is_loopback(own):  # rank 0 reaches itself so; others reach it by another
         others = [each for each in start["addresses"] if not is_loopback(each)]
         own = find_address_towards(others[0]) if others else own

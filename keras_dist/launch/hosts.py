@@ -10,9 +10,6 @@ import psutil
 
 LOOPBACK = "127.0.0.1"
 
-# Where hosts meet, if no port is named.
-PORT = 29400
-
 # A host name or an address, maybe with a user before it. What begins with `-` would be
 # an option of ssh.
 _HOST = re.compile(r"(?:\w[\w.+\\-]*@)?[\w\[:][\w.:%\[\]-]*")
@@ -23,10 +20,6 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 def check_host(name: str, *, source: str) -> None:
     """Check the name of a host before anything is done with it.
-
-    Args:
-        name: The name.
-        source: Where it comes from, in words.
 
     >>> for name in ("a", "me@node-1.cluster", "10.0.0.1", "fe80::1%eth0"):
     ...     check_host(name, source="-H")
@@ -44,9 +37,7 @@ def check_host(name: str, *, source: str) -> None:
 def parse_hosts(argument: str, num_ranks: int | None) -> dict[str, int]:
     """Parse `-H`: number of ranks of each host; the first hosts are filled first.
 
-    Args:
-        argument: Hosts and their slots, as in `-H a:2,b:2`.
-        num_ranks: Number of ranks; `None` for as many as there are slots.
+    Without a number of ranks there are as many as there are slots.
 
     >>> parse_hosts("a:2,b:2", 3)
     {'a': 2, 'b': 1}
@@ -82,43 +73,40 @@ def read_hostfile(path: str | os.PathLike[str]) -> str:
     A line for each host is `NAME slots=N`. Empty lines, and what stands behind a `#`,
     do not count.
 
-    Args:
-        path: Path of the file.
-
     Raises:
-        OSError: If the file cannot be read.
         ValueError: If a line has another form.
     """
     hosts = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if words and not re.fullmatch(r"\S+ slots=\d+", " ".join(words)):
+        words = " ".join(line.partition("#")[0].split())
+        found = re.fullmatch(r"(\S+) slots=(\d+)", words)
+        if found:
+            hosts.append(f"{found[1]}:{found[2]}")
+        elif words:
             raise ValueError(
                 "A line of a hosts file must be a name and its slots, as in "
                 f"`a slots=2`. Received: line {number} of {path}: {line.strip()}"
             )
-        if words:
-            hosts.append(f"{words[0]}:{words[1].removeprefix('slots=')}")
     return ",".join(hosts)
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
     """Parse `--rdzv`: address and port.
 
-    >>> parse_endpoint("a:29401"), parse_endpoint("a")
-    (('a', 29401), ('a', 29400))
+    >>> parse_endpoint("a:29401")
+    ('a', 29401)
 
     Raises:
         ValueError: If it has another form.
     """
     address, _, port = text.partition(":")
-    if not address or not (port or "0").isdecimal() or text.endswith(":"):
+    if not address or not port.isdecimal():
         raise ValueError(
             "The hosts meet at the first one: its name or address, and a port. "
-            f"Received: --rdzv {text}. For example: --rdzv a:{PORT}"
+            f"Received: --rdzv {text}. For example: --rdzv a:29400"
         )
     check_host(address, source=f"--rdzv {text}")
-    return address, int(port or PORT)
+    return address, int(port)
 
 
 def is_here(host: str) -> bool:
@@ -128,9 +116,6 @@ def is_here(host: str) -> bool:
 
 def num_gpus(environ: Mapping[str, str] | None = None) -> int:
     """Return how many GPUs a process of this host may use, without a library.
-
-    Args:
-        environ: Environment variables; by default those of this process.
 
     >>> [num_gpus({"CUDA_VISIBLE_DEVICES": named}) for named in ("0,2", "3", "")]
     [2, 1, 0]
@@ -180,10 +165,7 @@ def addresses() -> dict[str, str]:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Return the variables for the network interface on which ranks listen.
-
-    Args:
-        address: Address of this host, by which the ranks of other hosts reach it.
+    """Return the variables for the network interface with this address of the host.
 
     >>> interface_variables("127.0.0.1")["HOROVOD_GLOO_IFACE"]
     'lo'

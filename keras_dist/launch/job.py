@@ -39,11 +39,6 @@ from keras_dist.launch.store import Store, StoreClient, assign_ranks, store_vari
 # has to reach the first host.
 _TIMEOUT, _SSH_TIMEOUT = 300.0, 20.0
 
-_ADVICE = (
-    "Start the same command on each of them; each has to reach the address and port of "
-    "`--rdzv`."
-)
-
 # The exit code of a job whose ranks have saved; `checkpoint.EXIT_CODE` is the same.
 _SAVED = 75
 
@@ -110,7 +105,6 @@ def run_job(
             hosts = meeting.join(
                 [name, num_ranks, reached],
                 lambda descriptions: {"hosts": descriptions},
-                advice=_ADVICE,
             )["hosts"]
         except Interrupted:
             number = meeting.signals.get(place.rank) or meeting.signals[0]

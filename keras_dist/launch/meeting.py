@@ -67,7 +67,7 @@ class Meeting:
     ) -> None:
         self._client, self._number, self._size = client, number, size
         self._kind, self._name, self._timeout = kind, name, timeout
-        self._stopped = stopped
+        self._stopped, self._meeting = stopped, f"{client.address}:{client.port}"
         self._values: dict[str, Any] = {}
         # Seconds for which each member has sent no new heartbeat.
         self._silent = dict.fromkeys(range(size), 0.0)
@@ -80,22 +80,21 @@ class Meeting:
 
     def __enter__(self) -> "Meeting":
         end = time.monotonic() + self._timeout
-        meeting = f"{self._client.address}:{self._client.port}"
         while not (nonce := self._client.get("job")):
             if self._stopped:
                 raise Interrupted
             if self._client.is_refused:
                 raise ValueError(
                     "The first host refuses this one. Received: another secret than "
-                    f"that of the job at {meeting}. Give all hosts the same "
+                    f"that of the job at {self._meeting}. Give all hosts the same "
                     "KERAS_DIST_SECRET."
                 )
             if time.monotonic() > end:
                 raise ValueError(
                     f"The first host cannot be reached. Received: {self._name} cannot "
-                    f"reach {meeting} ({self._client.error}), for {self._timeout:g} s. "
-                    "Start the same command there, and open all ports between the "
-                    "hosts."
+                    f"reach {self._meeting} ({self._client.error}), for "
+                    f"{self._timeout:g} s. Start the same command there, and open all "
+                    "ports between the hosts."
                 )
             time.sleep(_TICK)
         self.nonce = nonce
@@ -137,12 +136,8 @@ class Meeting:
         values = [self._values.get(f"{name}.{k}") for k in self._silent]
         return [value for value in values if value is not None]
 
-    def join(self, value: Any, combine: Combine, *, advice: str) -> dict[str, Any]:
-        """Wait for all members, and return what the first makes of their values.
-
-        Args:
-            value, combine: See `gather`.
-            advice: What to do where members are missing.
+    def join(self, value: Any, combine: Combine) -> dict[str, Any]:
+        """Wait for all members; see `gather`.
 
         Raises:
             Interrupted: If this member or the first one was stopped before.
@@ -170,7 +165,8 @@ class Meeting:
             if now - begin > self._timeout:
                 raise TimeoutError(
                     f"Not all {self._kind}s have come within {self._timeout:g} s. "
-                    f"Received: {text}. {advice}"
+                    f"Received: {text}. Their own output has the cause; each has to "
+                    f"be started, and to reach {self._meeting}."
                 )
             if now - said > _SAY_SECONDS:
                 said = now
@@ -231,9 +227,9 @@ class Meeting:
             if 0 in self.lost:
                 raise ValueError(
                     f"The first {self._kind} was lost, and the job ends with it. "
-                    f"Received: no answer from {self._client.address}:"
-                    f"{self._client.port} for {LOST_SECONDS:g} s. If its own output "
-                    "has no cause, start the job again; with `resume=` it goes on."
+                    f"Received: no answer from {self._meeting} for "
+                    f"{LOST_SECONDS:g} s. If its own output has no cause, start the "
+                    "job again; with `resume=` it goes on."
                 )
             look()
             time.sleep(_TICK)

@@ -31,12 +31,9 @@ def mark(job: str) -> str:
     return f"KERAS_DIST_JOB_{job}"
 
 
-def make_folder(job: str) -> Path:
-    """Make a folder for files of a job, which only this user can read.
-
-    It is removed by `run_ranks`, or by the reaper if this process is killed.
-    """
-    return Path(tempfile.mkdtemp(prefix=f"keras_dist.{job}."))
+def find_folder(job: str) -> Path:
+    """Return the path of the folder for files of a job, whose id nobody can guess."""
+    return Path(tempfile.gettempdir()) / f"keras_dist.{job}"
 
 
 def _list_members(job: str) -> list[int]:
@@ -109,8 +106,7 @@ def _reap(job: str, reader: int) -> None:
         os.closerange(3, 1 << 16)
         os.read(0, 1)
         _kill(job)
-        for folder in Path(tempfile.gettempdir()).glob(f"keras_dist.{job}.*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(find_folder(job), ignore_errors=True)
     finally:
         os._exit(0)
 
@@ -121,13 +117,9 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def note_signals(*others: signal.Signals) -> list[int]:
-    """From now on, signals that stop a job do not end this process.
+    """Return a list to which signals that stop a job are appended from now on.
 
-    Args:
-        *others: Signals that stop this job beside Ctrl-C, SIGTERM and SIGHUP.
-
-    Returns:
-        A list, to which the number of each such signal will be appended.
+    They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process.
     """
     stopped: list[int] = []
     for number in (*_STOPS, *others):

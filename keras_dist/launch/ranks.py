@@ -114,7 +114,8 @@ class _Ranks:
     ) -> None:
         self._command, self._variables, self._job = command, variables, job
         # Record and report files; only this user can read them.
-        self._folder = processes.make_folder(job)
+        self._folder = processes.find_folder(job)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         self._output = Output(command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._end_times: dict[int, float] = {}
@@ -148,11 +149,7 @@ class _Ranks:
         self._output.add(slot.rank, process.stdout, process.stderr)
 
     def wait(self, stop: Callable[[], int]) -> list[RankEnd]:
-        """Wait until all ranks have ended, one has failed, or `stop` returns a number.
-
-        Returns:
-            What has become of the ranks until then.
-        """
+        """Wait until all have ended, one has failed, or `stop` returns a number."""
         failed_at = None
         while not stop() and len(self._end_times) < len(self._processes):
             self._output.pass_on(_TICK)
@@ -179,10 +176,7 @@ class _Ranks:
         ]
 
     def end(self, signal: int) -> bool:
-        """End all processes of the job on this host, and remove its files.
-
-        Args:
-            signal: Number of the signal that ends the job; 0 for none.
+        """End all processes of the job on this host, by a signal or none.
 
         Returns:
             Whether all ranks were asked to end, and have saved.

@@ -60,25 +60,22 @@ def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None)
         ValueError: If another host cannot be reached.
     """
     first, *_ = hosts
-    address, port = rdzv or first.rpartition("@")[2], random.choice(_PORTS)
-    if rdzv is None and is_here(first):
-        address = find_address_towards(
-            next(host for host in hosts if not is_here(host))
-        )
-    if rdzv is not None:
-        address, port = parse_endpoint(rdzv)
-    passed_on = {
-        name: value
-        for name, value in os.environ.items()
-        if not _NOT_PASSED_ON.fullmatch(name)
-    }
+    if rdzv is None:
+        address = first.rpartition("@")[2]
+        if is_here(first):
+            other = next(host for host in hosts if not is_here(host))
+            address = find_address_towards(other)
+        rdzv = f"{address}:{random.choice(_PORTS)}"
+    parse_endpoint(rdzv)
+    environ = os.environ.items()
+    passed_on = {n: v for n, v in environ if not _NOT_PASSED_ON.fullmatch(n)}
     passed_on[SECRET] = secrets.token_hex(16)
     commands: dict[str, subprocess.Popen[bytes]] = {}
     stopped = note_signals()
     try:
         for number, (host, count) in enumerate(hosts.items()):
             options = ["--over-ssh", "--nnodes", len(hosts), "--node-rank", number]
-            options += ["--rdzv", f"{address}:{port}", "-np", count]
+            options += ["--rdzv", rdzv, "-np", count]
             commands[host] = _start(host, [*map(str, options), *words])
             named = {**passed_on, "HOROVOD_HOSTNAME": host.rpartition("@")[2]}
             _write(commands[host], json.dumps(named))

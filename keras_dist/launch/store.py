@@ -61,10 +61,7 @@ class Slot:
 
 
 def make_slots(ranks: Sequence[tuple[str, int, int]]) -> list[Slot]:
-    """Return the slot of each rank.
-
-    Args:
-        ranks: Host, local rank and local size of each rank, in their order.
+    """Return the slot of each rank, from host, local rank and local size of each.
 
     >>> make_slots([("a", 0, 2), ("b", 0, 1), ("a", 1, 2)])[1].variables()[
     ...     "HOROVOD_CROSS_RANK"]
@@ -85,11 +82,7 @@ def make_slots(ranks: Sequence[tuple[str, int, int]]) -> list[Slot]:
 
 
 def assign_ranks(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
-    """Number the ranks of a job, host by host.
-
-    Args:
-        hosts: Name and number of ranks of each host.
-    """
+    """Return the slots of hosts with so many ranks each."""
     return make_slots([(host, k, count) for host, count in hosts for k in range(count)])
 
 
@@ -98,11 +91,7 @@ def store_variables(
 ) -> dict[str, str]:
     """Return the variables by which Horovod, in each rank, finds a store.
 
-    Args:
-        address: Address of the store.
-        port: Its port.
-        secret: The secret that `Store` was given.
-        start: Number of the restart: its ranks have values of their own.
+    Ranks of each start of a job have values of their own.
     """
     # Horovod makes URLs of it that begin with `http://ADDRESS:PORT/TOKEN/START:PORT/`.
     token = derive_secret(secret, "store")
@@ -304,11 +293,7 @@ class StoreClient:
 
 
 def find_store(environ: Mapping[str, str] | None = None) -> StoreClient | None:
-    """Return the client of the launcher's store; `None` if the launcher has none.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-    """
+    """Return the client of the launcher's store; `None` if the launcher has none."""
     environ = os.environ if environ is None else environ
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")

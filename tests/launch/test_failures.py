@@ -1,10 +1,10 @@
 """A rank that fails ends the job, and its own error is the one to read."""
 
+import signal
 import socket
-import subprocess
-import sys
 
 import pytest
+from forked import torchrun
 from launch import launch
 
 _SCRIPT = """
@@ -20,25 +20,13 @@ keras_dist.dist_fit(model, np.ones((90, 2)), np.ones(90), batch_size=4, verbose=
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_an_error_on_one_rank_ends_all_of_them(tmp_path, ranks):
+def test_an_error_in_a_callback_of_one_rank_ends_all_of_them(run_ranks):
     """The others print the rank and its message, without a traceback of TensorFlow."""
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
-    done = launch(
-        [sys.executable, str(script)],
-        ranks=ranks,
-        timeout=300,
-        launcher="horovodrun",
-    )
-    assert done.returncode != 0
-    assert "[1]<stderr>:KeyError: 'tea'" in done.stderr
-    others = [line for line in done.stderr.splitlines() if line.startswith("[0]")]
-    # The launcher ends the others as soon as the first one has ended.
-    if any("Error: " in line for line in others):
-        named = "RankError: On rank 1: KeyError: 'tea'"
-        assert any(named in line for line in others)
-    assert "UnknownError" not in done.stderr
+    (code, other), (failed, out) = run_ranks(torchrun, [0, 1], 2, _SCRIPT)
+    assert (code, failed) == (1, 1)
+    assert "\nKeyError: 'tea'" in out
+    assert "RankError: On rank 1: KeyError: 'tea'" in other
+    assert "UnknownError" not in other + out
 
 
 _READS_RESULTS = """
@@ -60,13 +48,10 @@ keras_dist.dist_fit(model, Rows(), verbose=0, shuffle=False, shard="none",
 """
 
 
-def test_data_that_fails_after_a_callback_has_read_results_ends_all(tmp_path):
+def test_data_that_fails_after_a_callback_has_read_results_ends_all(run_ranks):
     """The other rank is in its step, and not where a rank waits for the results."""
-    script = tmp_path / "script.py"
-    script.write_text(_READS_RESULTS)
-    command = [sys.executable, str(script)]
-    done = launch(command, ranks=2, timeout=150)
-    assert done.returncode == 1 and "KeyError" in done.stderr and "tea" in done.stderr
+    (code, _), (failed, out) = run_ranks(torchrun, [0, 1], 2, _READS_RESULTS)
+    assert (code, failed) == (1, 1) and "KeyError" in out and "tea" in out
 
 
 _LEAVES = """
@@ -114,7 +99,7 @@ def test_ranks_that_leave_together_have_not_failed(tmp_path):
 
 
 _KILLED = """
-import os, signal, sys
+import os, signal
 import keras, keras_dist, numpy as np
 
 @keras.saving.register_keras_serializable("tests")
@@ -122,38 +107,34 @@ class Heavy(keras.layers.Dense):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         store["padding"] = np.random.default_rng(0).random(2**20)
-        if "kill" in sys.argv and int(model.optimizer.iterations) > 4:
+        if int(model.optimizer.iterations) > 4:
             os.kill(os.getpid(), signal.SIGKILL)
     def load_own_variables(self, store):
         self.kernel.assign(store["0"])
         self.bias.assign(store["1"])
 
-path = sys.argv[1]
-if "kill" in sys.argv:
-    model = keras.Sequential([keras.Input((2,)), Heavy(1)])
-    model.compile("sgd", "mse")
+path = os.environ["FILE"]
+model = keras.Sequential([keras.Input((2,)), Heavy(1)])
+model.compile("sgd", "mse")
+if "RANK" in os.environ:
     saves = keras.callbacks.ModelCheckpoint(path, save_weights_only="weights" in path)
     keras_dist.dist_fit(model, np.ones((32, 2)), np.ones(32), batch_size=4, epochs=2,
                         verbose=0, callbacks=[saves])
-else:
-    model = keras.Sequential([keras.Input((2,)), Heavy(1)])
-    model.compile("sgd", "mse")
-    model.load_weights(path)
-    print("loaded", float(model.layers[0].kernel[0, 0]))
+model.load_weights(path)
+print("loaded", float(model.layers[0].kernel[0, 0]))
 """
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param("model.keras", marks=pytest.mark.long), "model.weights.h5"]
 )
-def test_a_killed_process_leaves_the_file_before(tmp_path, name):
+def test_a_killed_process_leaves_the_file_before(run_ranks, tmp_path, name):
     """Killed in the middle of the second checkpoint: the first one loads."""
-    script, path = tmp_path / "script.py", tmp_path / name
-    script.write_text(_KILLED)
-    command = [sys.executable, str(script), str(path)]
-    done = launch([*command, "kill"], ranks=2, timeout=300)
-    assert done.returncode != 0
-    left = sorted(file.name for file in tmp_path.iterdir())
-    assert left == sorted([f".keras_dist.0.{name}", name, "script.py"])
-    loaded = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "loaded" in loaded.stdout, loaded.stderr
+    (tmp_path / "files").mkdir()
+    env = {"FILE": str(tmp_path / "files" / name)}
+    (code, _), (failed, out) = run_ranks(torchrun, [0, 1], 2, _KILLED, env=env)
+    assert code == -signal.SIGKILL and failed == 1 and "loaded" not in out
+    left = sorted(file.name for file in (tmp_path / "files").iterdir())
+    assert left == sorted([f".keras_dist.0.{name}", name])
+    [(code, out)] = run_ranks(lambda *_: {}, [0], 1, _KILLED, env=env)
+    assert code == 0 and "loaded" in out

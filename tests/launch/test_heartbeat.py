@@ -8,6 +8,8 @@ from keras_dist.launch.meeting import Meeting
 class NoStore:
     """A client whose values nobody reads."""
 
+    address, port = "a", 1
+
     def put(self, name, value, *, attempts=1):
         """As of `StoreClient`."""
 

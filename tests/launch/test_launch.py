@@ -10,6 +10,7 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 from launch import PYTHONPATH, ROOT, free_port, launch, prefix
 
@@ -237,34 +238,13 @@ def test_arguments_that_cannot_be_used_are_named(words, message):
     assert message in done.stderr and "Received" in done.stderr
 
 
-_CONNECTS = """
-import os, psutil
-import keras_dist
-
-own, launcher = psutil.Process(), psutil.Process(os.getppid())
-found = [c for p in (own, launcher) for c in p.net_connections("inet")]
-listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
-print(keras_dist.gather((keras_dist.rank(), listening)), flush=True)
-"""
-
-
-def test_connections_stay_on_this_machine(tmp_path):
-    """Ranks and launcher listen on the loopback interface only."""
-    script = tmp_path / "script.py"
-    script.write_text(_CONNECTS)
-    done = start("-H", "localhost:2", script)
-    assert done.returncode == 0, done.stderr
-    expected = [(rank, {"127.0.0.1"}) for rank in range(2)]
-    assert sorted(done.stdout.splitlines()) == [f"{expected}", f"[1] {expected}"]
-
-
 _ON_HOSTS = """
 import os
 import keras_dist
 
 rank = keras_dist.rank()
 print(keras_dist.gather((rank, keras_dist.local_rank(), keras_dist.local_size())))
-if rank == 2:
+if rank == 1:
     raise KeyError("tea")
 keras_dist.gather("never")
 """
@@ -283,17 +263,17 @@ def test_ranks_of_several_hosts_are_one_job(tmp_path):
     script, mark = tmp_path / "script.py", uuid.uuid4().hex
     script.write_text(_ON_HOSTS)
     path = stand_in(tmp_path, 'echo "to $2" >&2\nexec sh -c "$3"\n')
-    hosts = ["-H", "a:1,b:2", "--rdzv", f"127.0.0.1:{free_port()}"]
+    hosts = ["-H", "a:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
     done = start(*hosts, script, mark=mark, PATH=path)
     assert done.returncode == 1, done.stderr
     assert "to a\n" in done.stderr and "to b\n" in done.stderr
-    expected = [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
-    for rank in range(3):
+    expected = [(0, 0, 1), (1, 0, 1)]
+    for rank in range(2):
         assert f"{prefix(rank)}{expected}" in done.stdout.splitlines()
     report = done.stderr[done.stderr.index("keras-dist: rank") :]
-    assert report.startswith("keras-dist: rank 2 on b failed first")
+    assert report.startswith("keras-dist: rank 1 on b failed first")
     assert "KeyError: 'tea'" in report
-    assert "Rank 0 on a was" in report and "Rank 1 on b was" in report
+    assert "Rank 0 on a was" in report
     assert left_behind(mark) == []
 
 
@@ -407,17 +387,21 @@ def test_many_ranks_find_the_store_at_once():
 
 
 def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
-    """A function of this file is pickled by value; an error on one rank is raised."""
+    """Pickled by value; all listen on the loopback interface; an error is raised."""
 
     def rank_and_sum(of, *, fail):
         if fail:
             raise KeyError("tea")
-        return keras_dist.rank(), keras_dist.sum(of)
+        total = keras_dist.sum(of)
+        processes = psutil.Process(), psutil.Process(os.getppid())
+        found = [c for each in processes for c in each.net_connections("inet")]
+        listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+        return keras_dist.rank(), total, listening
 
     # Of a module that the ranks cannot import, like a function in a notebook.
     rank_and_sum.__module__ = "__main__"
     done = keras_dist.run(rank_and_sum, [2], {"fail": False}, np=2)
-    assert done == [(0, 4), (1, 4)]
+    assert done == [(0, 4, {"127.0.0.1"}), (1, 4, {"127.0.0.1"})]
     with pytest.raises(RuntimeError, match="printed above. Received: exit code 1"):
         keras_dist.run(rank_and_sum, [2], {"fail": True}, np=1)
     assert "keras-dist: rank 0 failed first" in capfd.readouterr().err

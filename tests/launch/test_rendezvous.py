@@ -4,16 +4,11 @@ Each process here has the variables that such a launcher sets, and no launcher o
 """
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
-from launch import ROOT, free_port
+from forked import torchrun
 
 # Prints the weights' digest: the same for all launchers, and on all ranks.
 TRAIN = """
@@ -51,18 +46,6 @@ def slurm(rank, size, port):
     }
 
 
-def torchrun(rank, size, port):
-    """One torchrun with so many processes."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
 def two_torchruns(rank, size, port):
     """One for each rank on the same host: each has a local rank 0."""
     own = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -85,76 +68,6 @@ def pods(rank, size, port):
     }
 
 
-# Importing TensorFlow takes seconds: one process does it, and forks into all ranks.
-_FORKS = """
-import json, os, signal, sys
-import keras, numpy, keras_dist
-from keras_dist import comm  # and with it all of TensorFlow that ranks need
-rank = None
-while rank is None and (line := sys.stdin.readline()):
-    pids = []
-    for each in json.loads(line):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            rank = each
-            break
-    else:
-        print(json.dumps(pids), flush=True)
-        for pid in pids:
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-if rank is not None:
-    file = os.open(rank["output"], os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.update(rank["env"])
-    exec(compile(rank["script"], "<script>", "exec"))
-"""
-
-
-@pytest.fixture(scope="module")
-def forks():
-    """The process that forks, without a launcher's variables."""
-    env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    common = {"PYTHONPATH": path, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _FORKS],
-        env=env | common,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    process.stdin.close()
-    process.wait(10)
-
-
-@pytest.fixture
-def run_ranks(forks, tmp_path):
-    """Returns a function that starts ranks: how they ended, and what they printed."""
-
-    def run(variables, ranks, size, *, port=None, script=TRAIN, env=()):
-        port = port or free_port()
-        outputs = [tmp_path / f"rank.{rank}" for rank in ranks]
-        jobs = [
-            {
-                "env": dict(env) | variables(rank, size, port),
-                "output": str(output),
-                "script": script,
-            }
-            for rank, output in zip(ranks, outputs, strict=True)
-        ]
-        print(json.dumps(jobs), file=forks.stdin, flush=True)
-        pids = json.loads(forks.stdout.readline())
-        end = threading.Timer(60, lambda: [os.kill(p, signal.SIGKILL) for p in pids])
-        end.start()
-        codes = [int(forks.stdout.readline()) for _ in pids]
-        end.cancel()
-        return [(c, o.read_text()) for c, o in zip(codes, outputs, strict=True)]
-
-    return run
-
-
 @pytest.mark.parametrize(
     "variables",
     [
@@ -168,7 +81,7 @@ def run_ranks(forks, tmp_path):
 )
 def test_ranks_meet_and_train_one_model(run_ranks, variables):
     """Two processes have the same weights, and know all ranks."""
-    done = run_ranks(variables, [0, 1], 2)
+    done = run_ranks(variables, [0, 1], 2, TRAIN)
     lines = [line for _, out in done for line in out.splitlines() if "trained" in line]
     assert [code for code, _ in done] == [0, 0], done
     assert [line.split()[1:3] for line in lines] == [["0", "2"], ["1", "2"]]
@@ -183,7 +96,7 @@ SHORT = "import keras_dist.comm.rendezvous as r; r._TIMEOUT = 2.0\n" + TRAIN
 
 def test_a_rank_that_is_missing_is_named(run_ranks):
     """On every rank that has come: by its number, and with the hosts of the others."""
-    done = run_ranks(torchrun, [0, 1], 3, script=SHORT)
+    done = run_ranks(torchrun, [0, 1], 3, SHORT)
     for code, out in done:
         assert code == 1
         assert "Not all ranks have come" in out and "missing: rank 2" in out, out
@@ -192,7 +105,7 @@ def test_a_rank_that_is_missing_is_named(run_ranks):
 
 def test_ranks_without_a_first_one_say_where_it_should_be(run_ranks):
     """Rank 0 has ended, or never began."""
-    [(code, out)] = run_ranks(torchrun, [1], 2, script=SHORT)
+    [(code, out)] = run_ranks(torchrun, [1], 2, SHORT)
     assert code == 1 and "first host cannot be reached" in out, out
 
 
@@ -202,7 +115,7 @@ def test_a_port_in_use_is_an_error_that_names_it(run_ranks):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        [(code, out)] = run_ranks(tf_config, [0], 2, port=port, script=SHORT)
+        [(code, out)] = run_ranks(tf_config, [0], 2, SHORT, port=port)
     assert code == 1 and f"cannot listen at 127.0.0.1:{port}." in out, out
 
 
@@ -212,7 +125,7 @@ def test_ranks_that_disagree_on_their_number_are_an_error(run_ranks):
     def variables(rank, size, port):
         return torchrun(rank, size, port) | {"WORLD_SIZE": str(size + rank)}
 
-    done = run_ranks(variables, [0, 1], 2, script=SHORT)
+    done = run_ranks(variables, [0, 1], 2, SHORT)
     assert all(code == 1 for code, _ in done)
     assert "do not agree on their number" in done[0][1], done
 
@@ -224,7 +137,7 @@ def test_another_secret_is_refused(run_ranks):
         secret = {"KERAS_DIST_SECRET": f"the secret of job {rank}"}
         return torchrun(rank, size, port) | secret
 
-    done = run_ranks(variables, [0, 1], 2, script=SHORT)
+    done = run_ranks(variables, [0, 1], 2, SHORT)
     assert "refuses this one" in done[1][1], done[1][1]
 
 
@@ -247,7 +160,7 @@ def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(
         file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")}
         return torchrun(rank, size, port) | file
 
-    done = run_ranks(variables, [0, 1], 2, script=FAIL, env={"FAILS": f"{rank}"})
+    done = run_ranks(variables, [0, 1], 2, FAIL, env={"FAILS": f"{rank}"})
     assert [code for code, _ in done] == [1, 1]
     failed, other = done[rank][1], done[1 - rank][1]
     assert "KeyError: 'tea'" in failed and "Traceback" in failed
@@ -272,7 +185,7 @@ if os.environ["RANK"] == "0":
 def test_a_first_rank_that_ends_before_all_have_come_is_named(run_ranks):
     """Within seconds, on a rank that waits for its answer."""
     begin = time.monotonic()
-    (first, _), (code, out) = run_ranks(torchrun, [0, 1], 3, script=DIES)
+    (first, _), (code, out) = run_ranks(torchrun, [0, 1], 3, DIES)
     assert (first, code) == (9, 1)
     assert "The first rank was lost" in out, out
     assert time.monotonic() - begin < 60
@@ -294,7 +207,7 @@ keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
 
 def test_a_rank_that_leaves_while_others_train_is_named_on_them(run_ranks):
     """By `sys.exit(0)` on the rank with the store, which stays for a moment."""
-    (code, _), (failed, second) = run_ranks(torchrun, [0, 1], 2, script=LEAVE)
+    (code, _), (failed, second) = run_ranks(torchrun, [0, 1], 2, LEAVE)
     assert (code, failed) == (0, 1)
     text = "ended with no error in epoch 3 while others were training."
     assert f"Rank 0 on {socket.gethostname()} {text}" in second, second

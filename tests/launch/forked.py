@@ -1,0 +1,92 @@
+"""Ranks without a launcher of ours: one process imports TensorFlow, and forks them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from launch import ROOT, free_port
+
+# Importing TensorFlow takes seconds: one process does it, and forks into all ranks.
+_FORKS = """
+import json, os, signal, sys
+import keras, numpy, keras_dist
+from keras_dist import comm  # and with it all of TensorFlow that ranks need
+rank = None
+while rank is None and (line := sys.stdin.readline()):
+    pids = []
+    for each in json.loads(line):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            rank = each
+            break
+    else:
+        print(json.dumps(pids), flush=True)
+        for pid in pids:
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+if rank is not None:
+    file = os.open(rank["output"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(rank["env"])
+    exec(compile(rank["script"], "<script>", "exec"))
+"""
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """The process that forks, without a launcher's variables."""
+    env = {n: v for n, v in os.environ.items() if not n.startswith("HOROVOD_")}
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    common = {"PYTHONPATH": path, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FORKS],
+        env=env | common,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield process
+    process.stdin.close()
+    process.wait(10)
+
+
+@pytest.fixture
+def run_ranks(forks, tmp_path):
+    """Returns a function that starts ranks: how they ended, and what they printed."""
+
+    def run(variables, ranks, size, script, *, port=None, env=()):
+        port = port or free_port()
+        outputs = [tmp_path / f"rank.{rank}" for rank in ranks]
+        jobs = [
+            {
+                "env": dict(env) | variables(rank, size, port),
+                "output": str(output),
+                "script": script,
+            }
+            for rank, output in zip(ranks, outputs, strict=True)
+        ]
+        print(json.dumps(jobs), file=forks.stdin, flush=True)
+        pids = json.loads(forks.stdout.readline())
+        end = threading.Timer(60, lambda: [os.kill(p, signal.SIGKILL) for p in pids])
+        end.start()
+        codes = [int(forks.stdout.readline()) for _ in pids]
+        end.cancel()
+        return [(c, o.read_text()) for c, o in zip(codes, outputs, strict=True)]
+
+    return run
+
+
+def torchrun(rank, size, port):
+    """One torchrun with so many processes."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
