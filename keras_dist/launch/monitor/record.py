@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # Number of changes, epoch, step, phase, collective.
 _LAYOUT = struct.Struct("<qqq24s104s")
@@ -68,7 +67,10 @@ class Record:
     """
 
     def __init__(self, path: str | None = None) -> None:
-        self._buffer: Any = _mapped(path) if path else bytearray(_LAYOUT.size)
+        self._buffer: mmap.mmap | bytearray = bytearray(_LAYOUT.size)
+        if path:
+            with open(path, "r+b") as file:
+                self._buffer = mmap.mmap(file.fileno(), _LAYOUT.size)
         self.position = RankPosition()  # that was written last
         # The thread that trains: Ray Train's is not the main one.
         self.thread = threading.main_thread().ident
@@ -118,15 +120,6 @@ def read(path: str | os.PathLike[str]) -> RankPosition:
     *numbers, phase, collective = _LAYOUT.unpack(Path(path).read_bytes())
     names = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
     return RankPosition(*numbers, *names)
-
-
-def _mapped(path: str) -> mmap.mmap | bytearray:
-    try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), _LAYOUT.size)
-    except (OSError, ValueError):
-        # The launcher has ended, or is of another version of this package.
-        return bytearray(_LAYOUT.size)
 
 
 def make(path: str | os.PathLike[str]) -> None:
