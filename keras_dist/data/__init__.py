@@ -7,7 +7,7 @@ Keras. From the bottom:
 - `division`: `Division`, the arithmetic of passes, epochs and steps; `ShardSpec`
 - `pipeline`: what a `tf.data.Dataset` was made of: inputs, shuffles, caches
 - `dealer`: `Dealer`, what a rank reads of batches that all ranks have
-- `arrays`: `Arrays`, rows in memory or in memory-mapped files, in a `RowOrder`
+- `arrays`: `Arrays`, rows in memory or in memory-mapped files, and their order
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
 - `draws`: which numbers `random` and `numpy.random` draw: those of all ranks, or not
 - `source`: `Source`, one view of all data that comes in batches

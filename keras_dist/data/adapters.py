@@ -14,15 +14,16 @@ import tensorflow as tf
 from keras_dist.data.arrays import (
     UNEVEN,
     Arrays,
-    RowOrder,
     draw_keras_order,
     is_arrays,
+    read_rows,
 )
 from keras_dist.data.dealer import Dealer, add_mark, num_rows
 from keras_dist.data.division import (
     Division,
     ShardSpec,
     check_shared_batch,
+    local_items,
     no_data,
     scale_steps,
 )
@@ -103,7 +104,9 @@ def _feed_arrays(
     rows = replace(rows, batch_size=batch_size, total=total)
     facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
     if spec.shard == "none" or (spec.size == 1 and not spec.keeps_position):
-        local_batch = spec.local_batch(batch_size)
+        local_batch = batch_size
+        if spec.is_global:
+            local_batch = len(range(batch_size)[local_items(spec.rank, spec.size)])
         steps_per_pass = -(-total // local_batch)
         rows = replace(
             rows,
@@ -136,9 +139,17 @@ def _feed_arrays(
     }
     shuffle, is_marked = given["shuffle"], division.has_empty_parts
     fixed = _find_keras_order(division, shuffle, spec.keras_seed)
-    order = RowOrder(division, spec.rank, shuffle, spec.seed, is_marked, fixed)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
-    dataset = order.dataset(arrays, epoch)
+    dataset = read_rows(
+        arrays,
+        division,
+        epoch,
+        rank=spec.rank,
+        shuffle=shuffle,
+        seed=spec.seed,
+        fixed=fixed,
+        is_marked=is_marked,
+    )
     return Feed(
         data=dataset,
         length=division.steps,

@@ -183,100 +183,80 @@ def lists_to_arrays(data: Any) -> Any:
     return data
 
 
-@dataclass(frozen=True)
-class RowOrder:
-    """The order in which rows are read: one permutation for each pass.
+def read_rows(
+    arrays: Arrays,
+    division: Division,
+    epoch: tf.Variable,
+    *,
+    rank: int,
+    shuffle: bool | str,
+    seed: int,
+    fixed: tf.Tensor | None = None,
+    is_marked: bool = False,
+) -> tf.data.Dataset:
+    """Read a rank's rows of every global batch of an epoch.
 
-    It is the same on every rank and for every number of ranks. Where the script has set
-    TensorFlow's seed, it is Keras's own (`fixed`). Otherwise the permutation is a
-    function of `seed` and the number of the pass alone.
+    The order of a pass is the same on every rank and for every number of ranks. The
+    number of the epoch is read from a variable, because an iterator cannot count
+    epochs: Keras makes more iterators than there are epochs.
 
     Args:
+        arrays: All rows; every rank holds them.
         division: Which part of which pass is read at which step.
-        rank: This rank.
+        epoch: An int64 variable. An iterator reads the epoch whose number it holds when
+            the iterator is made.
+        rank: The rank.
         shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
-        seed: Seed of the permutations, the same on all ranks.
-        is_marked: Whether each batch comes with a mark (`add_mark`), because this
-            rank may have no row of a small last batch: then it reads the first one.
+        seed: Of the order, together with the number of the pass.
         fixed: The order of every pass (`draw_keras_order`); `None` for one of ours.
+        is_marked: Whether each batch comes with a mark (`add_mark`), because this rank
+            may have no row of a small last batch: then it reads the first one.
+
+    Returns:
+        A data set of batches, one for each step. The last batch of each pass may be
+        smaller, and the epoch in which a training is resumed has fewer batches.
     """
 
-    division: Division
-    rank: int
-    shuffle: bool | str
-    seed: int
-    is_marked: bool = False
-    fixed: tf.Tensor | None = None
-
-    def dataset(self, arrays: Arrays, epoch: tf.Variable) -> tf.data.Dataset:
-        """Read this rank's rows of every global batch of an epoch.
-
-        The number of the epoch is read from a variable, because an iterator cannot
-        count epochs: Keras makes more iterators than there are epochs.
-
-        Args:
-            arrays: All rows; every rank holds them.
-            epoch: An int64 variable. An iterator reads the epoch whose number it holds
-                when the iterator is made.
-
-        Returns:
-            A data set of batches, `x` or `(x, …)`, of shape `(batch_size, …)`, one for
-            each step of the epoch, each with a mark if `is_marked`. The last batch of
-            each pass over the rows may be smaller. The epoch in which a training is
-            resumed has fewer batches.
-        """
-        division = self.division
-
-        @tf.autograph.experimental.do_not_convert
-        def next_rows(state: Any, step: tf.Tensor) -> Any:
-            last, rows = state
-            number, begin, end = division.span(step)
-            rows = tf.cond(
-                tf.equal(number, last), lambda: rows, lambda: self._order_rows(number)
-            )
-            own, has_rows = self._take_local_rows(rows, number, begin, end)
-            return (number, rows), add_mark(own, has_rows) if self.is_marked else own
-
-        @tf.autograph.experimental.do_not_convert
-        def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
-            current = tf.maximum(epoch.read_value(), division.epoch)
-            first, end = map(division.find_first_step, (current, current + 1))
-            number, _, _ = division.span(first)
-            state = number, self._order_rows(number)
-            return tf.data.Dataset.range(first, end).scan(state, next_rows)
-
-        # The variable is read inside `flat_map`, when an iterator is made.
-        rows = tf.data.Dataset.range(1).flat_map(rows_of_epoch)
-        read = _make_reader(arrays.pack())
-        dataset = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
-        is_shorter = division.is_within_epoch
-        dataset = with_length(dataset, division.steps, may_be_shorter=is_shorter)
-        return dataset.prefetch(tf.data.AUTOTUNE)
-
-    def _order_rows(self, number: tf.Tensor) -> tf.Tensor:
-        """Put the indices of all rows in their order in a pass."""
-        if self.fixed is not None:
-            return tf.identity(self.fixed)
-        rows = tf.range(self.division.total, dtype=tf.int64)
-        if self.shuffle and self.shuffle != "batch":
-            return self._permute(rows, self.division.first_pass + number)
+    def order_rows(number: tf.Tensor) -> tf.Tensor:
+        if fixed is not None:
+            return tf.identity(fixed)
+        rows = tf.range(division.total, dtype=tf.int64)
+        if not shuffle:
+            return rows
+        seeds = [seed, division.first_pass + number]
+        rows = tf.random.experimental.stateless_shuffle(rows, seeds)
+        if shuffle == "batch":
+            begin = division.begin * tf.cast(tf.equal(number, 0), tf.int64)
+            batches = (rows - begin) // division.global_batch
+            rows = tf.gather(rows, tf.argsort(batches, stable=True))
         return rows
 
-    def _take_local_rows(
-        self, rows: tf.Tensor, number: tf.Tensor, begin: tf.Tensor, end: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Select this rank's rows of a span of a pass, and tell whether it has any."""
-        division, global_batch = self.division, rows[begin:end]
-        if self.shuffle == "batch" and self.fixed is None:
-            number = (division.first_pass + number) * division.steps_per_pass
-            number += begin // division.global_batch
-            global_batch = self._permute(global_batch, number)
-        own = global_batch[local_items(self.rank, division.size)]
+    @tf.autograph.experimental.do_not_convert
+    def next_rows(state: Any, step: tf.Tensor) -> Any:
+        last, rows = state
+        number, begin, end = division.span(step)
+        rows = tf.cond(tf.equal(number, last), lambda: rows, lambda: order_rows(number))
+        global_batch = rows[begin:end]
+        own = global_batch[local_items(rank, division.size)]
         has_rows = tf.size(own) > 0
-        return tf.cond(has_rows, lambda: own, lambda: global_batch[:1]), has_rows
+        own = tf.cond(has_rows, lambda: own, lambda: global_batch[:1])
+        return (number, rows), add_mark(own, has_rows) if is_marked else own
 
-    def _permute(self, rows: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        return tf.random.experimental.stateless_shuffle(rows, [self.seed, number])
+    @tf.autograph.experimental.do_not_convert
+    def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
+        current = tf.maximum(epoch.read_value(), division.epoch)
+        first, end = map(division.find_first_step, (current, current + 1))
+        number, _, _ = division.span(first)
+        state = number, order_rows(number)
+        return tf.data.Dataset.range(first, end).scan(state, next_rows)
+
+    # The variable is read inside `flat_map`, when an iterator is made.
+    rows = tf.data.Dataset.range(1).flat_map(rows_of_epoch)
+    read = _make_reader(arrays.pack())
+    dataset = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
+    is_shorter = division.is_within_epoch
+    dataset = with_length(dataset, division.steps, may_be_shorter=is_shorter)
+    return dataset.prefetch(tf.data.AUTOTUNE)
 
 
 def _make_reader(arrays: Any) -> Callable[..., Any]:

@@ -78,12 +78,6 @@ class ShardSpec:
         """The user's batches that all ranks together read in a step of a training."""
         return 1 if self.is_global else self.size
 
-    def local_batch(self, batch_size: int) -> int:
-        """Return this rank's rows of a full batch of the user's `batch_size`."""
-        if not self.is_global:
-            return batch_size
-        return len(range(batch_size)[local_items(self.rank, self.size)])
-
 
 def scale_steps(rule: str, steps: int | None, *, size: int) -> int | None:
     """Scale the steps of a script for one process to those of each rank.

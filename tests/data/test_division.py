@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data.arrays import Arrays, RowOrder, is_arrays
+from keras_dist.data.arrays import Arrays, is_arrays, read_rows
 from keras_dist.data.division import Division, ShardSpec, local_items
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
@@ -77,9 +77,9 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
 def reader(data, batch_size, rank, size, shuffle, steps):
     """A function that reads the batches of one rank in an epoch."""
     division = divided(data.num_rows, batch_size, size, steps)
-    own = RowOrder(division, rank, shuffle=shuffle, seed=5)
     epoch = tf.Variable(0, dtype=tf.int64)
-    dataset = own.dataset(data, epoch)
+    given = {"rank": rank, "shuffle": shuffle, "seed": 5}
+    dataset = read_rows(data, division, epoch, **given)
     assert int(dataset.cardinality()) == division.steps
 
     def read(number):
