@@ -18,7 +18,7 @@ from keras_dist.data.arrays import (
     is_arrays,
     read_rows,
 )
-from keras_dist.data.dealer import Dealer, add_mark, num_rows
+from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import (
     Division,
     ShardSpec,
@@ -402,9 +402,10 @@ def adapt_batches(
     splits = spec.is_global and is_training
     dealer = Dealer(spec.rank, spec.size, is_training, splits)
     has_rows = True
-    if splits:
-        _check_divisible(source, spec)
-    elif not (has_rows := _check_batches(source, dealer, limit)):
+    if splits and source.batch_size is not None:
+        received = f"batches of {source.batch_size} rows in a {source.type_name}"
+        check_shared_batch(source.batch_size, spec.size, received)
+    elif not splits and not (has_rows := _check_batches(source, dealer, limit)):
         # As the first rank does: a pass of data that is also trained on changes what
         # comes in the next one.
         dealer = replace(dealer, rank=0)
@@ -447,22 +448,6 @@ def _check_batches(source: Source, dealer: Dealer, limit: int | None) -> bool:
         received = f"a {source.type_name} without a batch"
         raise no_data(received, is_training=dealer.is_training)
     return dealer.is_training or min(count, limit or count) > dealer.rank
-
-
-def _check_divisible(source: Source, spec: ShardSpec) -> None:
-    """Check that a full batch has a row for each rank, where it can be known.
-
-    Data whose order of each pass follows from seeds is not read for it.
-    """
-    rows = source.batch_size
-    if rows is None and not source.has_seeded_passes:
-        first = source.first(1)
-        rows = num_rows(source.standardize(first[0])) if first else None
-        # It may be the last one, and a small one.
-        rows = None if source.length == 1 else rows
-    if rows is not None:
-        received = f"batches of {rows} rows in a {source.type_name}"
-        check_shared_batch(rows, spec.size, received)
 
 
 def _adapt_sequence(

@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.arrays import UNEVEN
-from keras_dist.data.dealer import num_rows
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import (
     as_untuned,
@@ -77,7 +76,6 @@ class Source:
             self.kind, self.has_seeded_passes = "dataset", has_seeded_passes(data)
         self._buffered: list[Any] = []
         self._held: list[Any] = []
-        self._first_rows: int | None = None
         # Of an iterator of which a pass has begun, the batches that come next.
         self._unread: Iterator[Any] | None = None
 
@@ -93,9 +91,8 @@ class Source:
 
     @property
     def batch_size(self) -> int | None:
-        """Rows in a batch but for the last one; `None` if unknown so far."""
-        is_dataset = self.kind == "dataset"
-        return find_batch_size(self.data) if is_dataset else self._first_rows
+        """Rows in a batch but for the last one; `None` if unknown."""
+        return find_batch_size(self.data) if self.kind == "dataset" else None
 
     @property
     def seeds(self) -> list[tuple[int, int]] | None:
@@ -198,7 +195,9 @@ class Source:
         if self.has_seeded_passes:
             sources = list_unshuffled_inputs(self.data)
             return [*self._fingerprint_inputs(sources), str(self.data.element_spec)]
-        flat = [tf.nest.flatten(batch) for batch in self._first_looks(size)]
+        is_short = self.is_repeatable and self.is_short(size)
+        batches = self.first(max(_LOOKS, size) if is_short else _LOOKS)
+        flat = [tf.nest.flatten(batch) for batch in batches]
         return list(map(digest_batches, zip(*flat, strict=False)))
 
     def fingerprint_before_shard(self) -> list[str]:
@@ -223,14 +222,6 @@ class Source:
                 return list(dataset.take(count))
             self._held.append(iter(dataset))
             return list(itertools.islice(self._held[-1], count))
-
-    def _first_looks(self, size: int) -> list[Any]:
-        is_short = self.is_repeatable and self.is_short(size)
-        count = max(_LOOKS, size) if is_short else _LOOKS
-        batches = self.first(count)
-        if batches and self.kind != "dataset":
-            self._first_rows = num_rows(self.standardize(batches[0]))
-        return batches
 
 
 @contextlib.contextmanager
