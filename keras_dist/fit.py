@@ -23,6 +23,7 @@ from keras_dist.data.feed import raising_own_errors
 from keras_dist.data.source import Source
 from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
+from keras_dist.plan import draw_box
 from keras_dist.setup import sources
 from keras_dist.setup.arguments import (
     Callbacks,
@@ -44,6 +45,7 @@ from keras_dist.training.predict import (
 )
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
+from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same script, arguments and data."
 
@@ -182,7 +184,7 @@ def train(
         if options.shard != "none":
             agree_on_arrays(given.data())
         if comm.rank() == 0 and given.verbose != 0:
-            show(str(setup.plan))
+            show(draw_box(f"keras_dist {__version__}", setup.plan))
         with (
             comm.explained(),
             train_on_all(

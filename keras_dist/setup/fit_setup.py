@@ -1,5 +1,6 @@
 """Decide from the arguments of one call what this rank is going to do."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from keras_dist.data.feed import Feed
 from keras_dist.data.source import Source
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.setup.arguments import KerasArguments, Options
-from keras_dist.version import __version__
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FitSetup:
         factor: Full factor on the learning rate.
         step_multiplier: Schedules of the learning rate are read at step × this number.
         warmup_steps: Steps until the full factor is reached.
-        plan: The same decisions in words, to be printed.
+        plan: The same decisions in words: lines with a label and a text.
     """
 
     arguments: dict[str, Any]
@@ -48,7 +48,7 @@ class FitSetup:
     factor: float
     step_multiplier: int
     warmup_steps: int
-    plan: plan.Plan
+    plan: list[tuple[str, str]]
 
     @property
     def feeds(self) -> list[Feed]:
@@ -180,31 +180,50 @@ def prepare(
         factor=factor,
         step_multiplier=step_multiplier,
         warmup_steps=_count_warmup_steps(options.warmup_epochs, training.plan.steps),
-        plan=plan.Plan(
-            version=__version__,
-            size=world.size,
-            hosts=world.num_hosts,
-            device=str(comm.device()),
-            transport=comm.transport_name(),
-            training=training.plan,
-            validation=validation.plan if validation else None,
-            rates=_describe_rates(model, options, factor, step_multiplier),
-            is_compiled=bool(model.jit_compile),
-            outputs=tuple(type(c).__name__ for c in callbacks if is_writer(c)),
-            resume="" if options.resume is None else _describe_resume(training),
-        ),
+        plan=[
+            *_describe_ranks(),
+            *plan.describe_data(
+                training.plan, validation.plan if validation else None, world.size
+            ),
+            *_describe_rates(model, options, factor, step_multiplier),
+            *_describe_resume(options, training),
+            *_describe_parts(model, callbacks),
+        ],
     )
 
 
-def _describe_resume(training: Feed) -> str:
+def _describe_ranks() -> Iterator[tuple[str, str]]:
+    world, device = comm.init(), comm.device()
+    if world.size == 1:
+        yield "ranks", f"1 (serial), {device}"
+        return
+    hosts = "1 host" if world.num_hosts == 1 else f"{world.num_hosts} hosts"
+    yield "ranks", f"{world.size} on {hosts}, {device}"
+    yield "transport", comm.transport_name()
+
+
+def _describe_parts(model: Any, callbacks: list[Any]) -> Iterator[tuple[str, str]]:
+    """Say in the plan what is another on several ranks."""
+    if comm.size() == 1:
+        return
+    if model.jit_compile:
+        yield "XLA", "forward and backward, then update; averaging between"
+    if names := [type(each).__name__ for each in callbacks if is_writer(each)]:
+        yield "first rank", f"runs {', '.join(names)}"
+
+
+def _describe_resume(options: Options, training: Feed) -> Iterator[tuple[str, str]]:
     """Say in the plan where an interrupted epoch goes on, and why there."""
-    if training.division is not None:
-        next_one = {"rows": "row", "batches": "batch"}[training.division.unit]
-        return f"an interrupted epoch goes on at the next {next_one}"
+    if options.resume is None:
+        return
     why = "its data has no known position"
     if training.arguments.get("steps_per_epoch"):
         why = "`steps_per_epoch` with batches"
-    return f"an interrupted epoch begins again: {why}"
+    text = f"begins again: {why}"
+    if training.division is not None:
+        unit = "row" if training.division.unit == "rows" else "batch"
+        text = f"goes on at the next {unit}"
+    yield "resume", f"an interrupted epoch {text}"
 
 
 def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:
@@ -299,7 +318,7 @@ def _count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:
 
 def _describe_rates(
     model: Any, options: Options, factor: float, step_multiplier: int
-) -> tuple[plan.Rate, ...]:
+) -> Iterator[tuple[str, str]]:
     """Describe the learning rate of each optimizer, before and after scaling."""
     rule: Any = options.lr_scaling
     if not isinstance(rule, str):
@@ -310,20 +329,16 @@ def _describe_rates(
         epochs = plan.format_number(options.warmup_epochs)
         warmup = f", after {epochs} epoch{plural} of warm-up"
 
-    def describe(leaf: Any) -> plan.Rate:
-        schedule, reading = optimizer.schedule_of(leaf), ""
-        if schedule is None:
-            now = float(comm.to_array(leaf.learning_rate))
-            before, after = plan.format_number(now), plan.format_number(now * factor)
-        else:
-            before = type(schedule).__name__
-            after = f"{before} {times}"
-            if step_multiplier > 1:
-                reading = f"schedule read at step × {step_multiplier}"
-        change = f"{before} → {after} ({rule}: {times}{warmup})"
-        return plan.Rate(after, before if factor == 1 else change, reading)
-
-    optimizers = optimizer.optimizers_of(model)
-    return tuple(
-        describe(leaf) for each in optimizers for leaf in optimizer.leaves(each)
-    )
+    for each in optimizer.optimizers_of(model):
+        for leaf in optimizer.leaves(each):
+            schedule = optimizer.schedule_of(leaf)
+            if schedule is None:
+                now = float(comm.to_array(leaf.learning_rate))
+                before, after = map(plan.format_number, (now, now * factor))
+            else:
+                before = type(schedule).__name__
+                after = f"{before} {times}"
+            change = f"{before} → {after} ({rule}: {times}{warmup})"
+            yield "learning rate", before if factor == 1 else change
+            if schedule is not None and step_multiplier > 1:
+                yield "learning rate", f"schedule read at step × {step_multiplier}"
