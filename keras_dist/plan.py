@@ -69,9 +69,7 @@ def describe_data(
         # On one line: no row is left out.
         texts = [_describe_rows(validation, size), _describe_steps(validation, size)]
         text = ", ".join(filter(None, texts)).replace("an epoch", "steps")
-        lines.append(
-            ("validation", f"{validation.kind}" + (f": {text}" if text else ""))
-        )
+        lines.append(("validation", ": ".join(filter(None, (validation.kind, text)))))
     return lines
 
 
@@ -83,9 +81,7 @@ def _describe_batch(rows: Rows, size: int) -> str:
     if rows.is_global:
         least, more = divmod(batch, size)
         shares = [(more, least + 1), (size - more, least)]
-        shown = [
-            f"{n} × {share:,}" if n > 1 else f"{share:,}" for n, share in shares if n
-        ]
+        shown = [f"{n} × {share:,}".removeprefix("1 × ") for n, share in shares if n]
         return f"{batch:,} global: {' + '.join(shown)} rows"
     per_rank = f" per rank, {batch * size:,} global"
     return f"{batch:,} rows" + per_rank * (size > 1)
