@@ -16,10 +16,10 @@ from keras_dist import checkpoint, comm, mixin
 from keras_dist.callbacks.callback_order import on_this_rank
 from keras_dist.callbacks.user_callbacks import autologged_once, runs_on_first_rank_only
 from keras_dist.data import draws
-from keras_dist.data.adapters import is_dealt, validation_feed
+from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays, seed_of_keras
 from keras_dist.data.division import StepsRule
-from keras_dist.data.feed import raising_own_errors
+from keras_dist.data.feed import Feed, raising_own_errors
 from keras_dist.data.source import Source
 from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
@@ -297,24 +297,12 @@ def evaluate(
     if comm.size() == 1:
         return run_loop(model, "evaluate", given, loop)
     with comm.together():
-        options = options.resolved()
-    names = ("x", "y", "sample_weight")
-    pieces = {name: lists_to_arrays(given[name]) for name in names}
-    with comm.together():
-        pieces["x"] = sources.make_source(pieces["x"], options.shard)
-    spec = sources.compare({"validation": pieces["x"]}, options)
-    with comm.together():
         check_model(model)
-        feed = validation_feed(
-            tuple(pieces.values()),
-            batch_size=given["batch_size"],
-            steps=given["steps"],
-            steps_rule=options.validation_steps_scaling,
-            spec=spec,
-        )
-    comm.agree(feed.facts, advice=_ADVICE)
-    if options.shard != "none":
-        agree_on_arrays(pieces)
+        options = options.resolved()
+        names = ("x", "y", "sample_weight")
+        pieces = {name: lists_to_arrays(given[name]) for name in names}
+        pieces["x"] = sources.make_source(pieces["x"], options.shard)
+    feed = _make_feed("validation", pieces, given, options)
     arguments = given | feed.arguments | _quiet(given) | {"steps": feed.keras_steps}
     arguments["callbacks"] = on_this_rank(_flat(given["callbacks"])) or None
     is_of_all = evaluate_on_all(model, feed)
@@ -331,7 +319,7 @@ def predict(
     gather: bool | Literal["first"] = True,
 ) -> Any:
     """Predict as `DistributedModel.predict`, of which `given` are arguments."""
-    x, batch_size, steps = given["x"], given["batch_size"], given["steps"]
+    x, steps = given["x"], given["steps"]
     callbacks = [
         callback
         for callback in _flat(given["callbacks"])
@@ -353,6 +341,8 @@ def predict(
         return predict_rows(x, steps)  # one rank may call it alone
     with comm.together():
         _check_predict(model, gather)
+        # Batches stay whole, and `steps` are those of one process.
+        options = replace(options, batch="global", validation_steps_scaling="none")
         options = options.resolved()
         x = sources.make_source(lists_to_arrays(x), options.shard)
     is_source = isinstance(x, Source)
@@ -369,21 +359,31 @@ def predict(
         return predict_presharded(x.data, known, predict_rows, model, gather=gather)
     if known is not None or not (leaves or is_source):
         return predict_rows(x.data if is_source else x, steps)
-    spec = replace(sources.compare({"predicted": x}, options), batch="global")
+    pieces = {"x": x, "y": None, "sample_weight": None}
+    feed = _make_feed("predicted", pieces, given, options)
+    with comm.explained(), raising_own_errors([feed]):
+        if is_source and not x.is_same:
+            return predict_rows(feed.data, steps)
+        return predict_in_turns(feed, predict_rows, model, gather=gather)
+
+
+def _make_feed(
+    name: str, pieces: dict[str, Any], given: dict[str, Any], options: Options
+) -> Feed:
+    """Make this rank's feed of data that all ranks evaluate, or predict."""
+    spec = sources.compare({name: pieces["x"]}, options)
     with comm.together():
         feed = validation_feed(
-            (x, None, None),
-            batch_size=batch_size,
-            steps=steps,
-            steps_rule="none",
+            tuple(pieces.values()),
+            batch_size=given["batch_size"],
+            steps=given["steps"],
+            steps_rule=options.validation_steps_scaling,
             spec=spec,
         )
     comm.agree(feed.facts, advice=_ADVICE)
-    agree_on_arrays({"x": x})
-    with comm.explained(), raising_own_errors([feed]):
-        if is_source and not is_dealt(x, spec):
-            return predict_rows(feed.data, steps)
-        return predict_in_turns(feed, predict_rows, model, gather=gather)
+    if options.shard != "none":
+        agree_on_arrays(pieces)
+    return feed
 
 
 def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:
@@ -402,37 +402,23 @@ _R = TypeVar("_R")
 def _with_arguments_of(
     function: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[[Callable[..., _R]], Callable[Concatenate[Any, _P], _R]]:
-    """Give a method the signature of a function of a model, for tools and `help`."""
-
-    def given(method: Callable[..., _R]) -> Callable[Concatenate[Any, _P], _R]:
-        found = inspect.signature(function)
-        own, *others = found.parameters.values()
-        own = own.replace(name="self", annotation=inspect.Parameter.empty)
-        method.__signature__ = found.replace(  # type: ignore[attr-defined]
-            parameters=[own, *others]
-        )
-        return method
-
-    return given
+    return lambda method: _add_parameters(method, function)
 
 
 def _with_options_of(
     options: Callable[_P, Options],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, keras.Model, _P], None]]:
-    """Give an `__init__` with a model the options, for tools and `help`."""
+    return lambda method: _add_parameters(method, options)
 
-    def given(
-        method: Callable[..., None],
-    ) -> Callable[Concatenate[Any, keras.Model, _P], None]:
-        found = inspect.signature(method)
-        kept = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        named = inspect.signature(options).parameters.values()
-        method.__signature__ = found.replace(  # type: ignore[attr-defined]
-            parameters=[*kept, *named]
-        )
-        return method
 
-    return given
+def _add_parameters(method: Any, function: Callable[..., Any]) -> Any:
+    """Give a method the parameters of a function of a model, for tools and `help`."""
+    found, named = inspect.signature(method), inspect.signature(function)
+    is_open = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    kept = [p for p in found.parameters.values() if p.kind not in is_open]
+    more = [p for name, p in named.parameters.items() if name != "model"]
+    method.__signature__ = found.replace(parameters=[*kept, *more])
+    return method
 
 
 class DistributedModel:
