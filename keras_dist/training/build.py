@@ -25,8 +25,7 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
 
     Keras builds a model by calling it on the batch. A train step of the user's may call
     it, or layers of it, on something else, and would find weights of other shapes. So
-    such a step is traced instead; or run, if it runs without a graph and cannot be
-    traced.
+    such a step is traced instead, or run if it runs without a graph.
 
     This is called inside of the graph of the step, if there is one: outside of it, by
     `tf.init_scope`, no tape would record a gradient.
@@ -44,12 +43,8 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
     is_of_keras = getattr(function, "__module__", "").startswith("keras.")
     if (is_of_keras or is_eager) and _is_complete(model):
         return
-    if is_of_keras:
-        methods = [_build_by_keras, _trace]
-    else:
-        methods = [_trace] if is_eager else [_trace, _build_by_keras]
-    if is_eager:
-        methods.append(_run_once)  # it may read values
+    by_step = _run_once if is_eager else _trace
+    methods = [_build_by_keras, by_step] if is_of_keras else [by_step, _build_by_keras]
     errors = []
     for method in methods:
         try:
@@ -156,6 +151,8 @@ def _run_once(model: Any, run: Callable[[Any], Any], data: Any) -> None:
         preserve_variables(list_variables(model)),
     ):
         run(data)
+        for metric in model.metrics:  # also those that were given to `compile`
+            metric.reset_state()
 
 
 def start(

@@ -439,6 +439,29 @@ def test_values_without_a_metric_are_those_of_one_process_last_step(world, rows)
     assert results["mine"] == pytest.approx(plain["val_mine"][0], abs=2e-6)
 
 
+class Reads(keras.Sequential):
+    """An eager step that reads values: it has to run once to build the model."""
+
+    def train_step(self, data):
+        assert np.isfinite(data[0].numpy()).all()
+        return super().train_step(data)
+
+
+@pytest.mark.several_ranks
+def test_building_counts_no_batch(world, rows):
+    """Also in metrics that `compile` was given, which the model does not list yet."""
+    x, y = (array[:96] for array in rows)
+    logs = []
+    for fit, size in ((keras.Model.fit, world.size), (keras_dist.dist_fit, 1)):
+        keras.utils.set_random_seed(1)
+        model = Reads([keras.layers.Dense(1, activation="sigmoid")])
+        model.compile("sgd", "mse", metrics=[keras.metrics.AUC()], run_eagerly=True)
+        only = {} if fit is keras.Model.fit else {"lr_scaling": "none"}
+        given = {"batch_size": 8 * size, "shuffle": False, "verbose": 0, **only}
+        logs.append(fit(model, x, y[:, None], **given).history["auc"])
+    assert logs[1] == pytest.approx(logs[0], abs=1e-6)
+
+
 @pytest.mark.several_ranks
 def test_a_metric_may_be_in_bfloat16(rows, make_model):
     """One number in bfloat16 is what NumPy does not read from TensorFlow's tensors."""
