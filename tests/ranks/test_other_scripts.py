@@ -158,7 +158,7 @@ def test_every_replacement_is_taken_back_whichever_fails(rows, tmp_path, monkeyp
     x, y = rows
     makers = [
         (mixin, "add"),
-        (mixin, "_redirect"),
+        (mixin, "replace_method"),
         (saver.signal, "signal"),
     ]
     failed = 0
