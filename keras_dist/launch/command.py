@@ -79,10 +79,6 @@ def add_run(commands: argparse._SubParsersAction) -> None:
             "ranks are ended, and a report is printed at the end of the output: the "
             "traceback of the rank that failed first, then a line for each rank."
         ),
-        epilog=(
-            "TensorFlow's lines of information are hidden; TF_CPP_MIN_LOG_LEVEL=0 "
-            "shows them."
-        ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
     )
     add_where(command)
@@ -179,7 +175,7 @@ def _find_place(options: argparse.Namespace) -> Place | None:
     given = options.nnodes, options.node_rank, options.rdzv
     is_named = options.hosts is not None or options.hostfile is not None
     if is_named and given[:2] == (None, None):
-        return None
+        return None  # by ssh
     if not is_named and given == (None, None, None):
         is_inner = options.with_parent is not None or "HOROVOD_RANK" in os.environ
         place = None if is_inner else find_place()
@@ -213,11 +209,7 @@ def _find_place(options: argparse.Namespace) -> Place | None:
 
 
 def _read_secret(place: Place) -> str:
-    """Return the secret of the job, which all hosts have in common.
-
-    Raises:
-        ValueError: If it is too short, and another machine could come.
-    """
+    """Return the secret of the job; too short is an error if others could come."""
     secret = os.environ.get(SECRET, "")
     if len(secret) < _SHORTEST_SECRET and not is_loopback(place.address):
         received = f"{len(secret)} characters" if secret else "none"

@@ -3,7 +3,7 @@
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -114,16 +114,12 @@ def is_here(host: str) -> bool:
     return host in ("localhost", LOOPBACK, os.uname().nodename)
 
 
-def num_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """Return how many GPUs a process of this host may use, without a library.
-
-    >>> [num_gpus({"CUDA_VISIBLE_DEVICES": named}) for named in ("0,2", "3", "")]
-    [2, 1, 0]
-    """
-    environ = os.environ if environ is None else environ
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        named = environ["CUDA_VISIBLE_DEVICES"].split(",")
-        return len([name for name in named if name.strip() not in ("", "-1")])
+def num_gpus() -> int:
+    """Return how many GPUs a process of this host may use, without a library."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len(
+            [name for name in named.split(",") if name.strip() not in ("", "-1")]
+        )
     return len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
 
 

@@ -29,7 +29,7 @@ from keras_dist.launch.failures import (
 from keras_dist.launch.hosts import interface_variables, is_loopback
 from keras_dist.launch.meeting import Interrupted, Meeting
 from keras_dist.launch.monitor.rank_process import SEED
-from keras_dist.launch.processes import ORDERED, is_saving
+from keras_dist.launch.processes import is_saving
 from keras_dist.launch.ranks import RESTART, Command, run_ranks
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
@@ -54,16 +54,12 @@ def run_job(
 ) -> int:
     """Run this host's part of a job, and end every process that it has started.
 
-    It installs signal handlers, so call it from the main thread of a process that does
-    nothing else.
-
     Args:
         command: The command that every rank runs.
         place: Number of this host, number of hosts, and where the first host is.
         num_ranks: Number of ranks of this host.
         secret: Secret of the job.
-        restarts: The largest number of restarts after failures; that of the first host
-            counts.
+        restarts: The largest number of restarts; that of the first host counts.
         over_ssh: Whether standard input has the numbers of signals, and its end means
             that the command which has started this one is gone.
 
@@ -216,7 +212,7 @@ class _Host:
             return saving[0]
         found = map(parse_report, self.meeting.find(reports))
         have_failed = not all(report.is_finished for report in found)
-        return ORDERED if signals or have_failed or self.meeting.lost else 0
+        return SIGHUP if signals or have_failed or self.meeting.lost else 0
 
     def _judge(self, start: int, values: Sequence[Any]) -> dict[str, Any]:
         """On the first host, make the verdict: code, its first line, and what next."""

@@ -48,10 +48,6 @@ class Meeting:
 
     Attributes:
         nonce: A text that all members have in common, another one in each job.
-
-    Raises:
-        Interrupted: If a signal came before the first member.
-        ValueError: If the first member does not come, or refuses this one's secret.
     """
 
     def __init__(
@@ -98,10 +94,13 @@ class Meeting:
                 )
             time.sleep(_TICK)
         self.nonce = nonce
-        self._thread.start()
+        if self._size > 1:
+            self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._size == 1:
+            return
         end = time.monotonic() + _LEAVE_SECONDS * (not self.is_cut)
         while self._number == 0 and time.monotonic() < end:
             beats = [k for k in self._silent if k and self._values.get(f"beat.{k}")]

@@ -12,9 +12,6 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import psutil
 
-# What the first host decides for all counts as this signal.
-ORDERED = SIGHUP
-
 _STOPS, _SAVES = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 
 # Seconds to wait after SIGKILL.

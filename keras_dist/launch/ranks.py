@@ -16,7 +16,7 @@ from keras_dist.launch.failures import RankEnd, Report, find_end
 from keras_dist.launch.hosts import is_here, num_gpus
 from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.output import Output
-from keras_dist.launch.processes import ORDERED, is_saving
+from keras_dist.launch.processes import is_saving
 from keras_dist.launch.store import Slot, assign_ranks
 
 # The variable with the number of the restart, from 1; not set in the first run.
@@ -25,11 +25,9 @@ RESTART = "KERAS_DIST_RESTART"
 # Seconds to wait after the first failure, in which other ranks may fail and report.
 _GRACE = 3.0
 
-# Seconds between SIGTERM and SIGKILL: the first number after a failure or Ctrl-C; the
-# second where the first host orders the end, because another host has failed or was
-# lost, for which these ranks wait in a collective; the third if the launcher itself got
-# SIGTERM, as from a scheduler, because the ranks then save a checkpoint.
-_END_SECONDS, _ORDERED_SECONDS, _SAVE_SECONDS = 2.0, 1.0, 30.0
+# Seconds between SIGTERM and SIGKILL; and if the launcher itself got SIGTERM, as from a
+# scheduler, because the ranks then save a checkpoint.
+_END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
 _TICK = 0.1
 
 # TensorFlow's level of logging, from which on routine lines are left out.
@@ -181,9 +179,7 @@ class _Ranks:
         Returns:
             Whether all ranks were asked to end, and have saved.
         """
-        seconds = _ORDERED_SECONDS if signal == ORDERED else _END_SECONDS
-        if is_saving(signal):
-            seconds = _SAVE_SECONDS
+        seconds = _SAVE_SECONDS if is_saving(signal) else _END_SECONDS
         running = [p.pid for p in self._processes.values() if p.poll() is None]
         processes.end(self._job, running, seconds=seconds, wait=self._pass_on_for)
         for process in self._processes.values():

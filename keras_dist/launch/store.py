@@ -13,7 +13,8 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -104,7 +105,7 @@ def store_variables(
     }
 
 
-class Store(ThreadingHTTPServer):
+class Store(ThreadingTCPServer):
     """Keeps values by the paths of their URLs, in threads of this process.
 
     It only answers requests whose path begins with a token that follows from the job's
@@ -123,6 +124,7 @@ class Store(ThreadingHTTPServer):
     """
 
     request_queue_size = _BACKLOG
+    allow_reuse_address = daemon_threads = True
 
     def __init__(
         self,
@@ -132,11 +134,9 @@ class Store(ThreadingHTTPServer):
         *,
         is_alone: bool = True,
     ) -> None:
-        self.token, self.lock = (
-            derive_secret(secret, "store").encode(),
-            threading.Lock(),
-        )
+        self.token = derive_secret(secret, "store").encode()
         self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
         # This host may know itself by another address, as by Debian's 127.0.1.1, or not
         # know its name yet: then it listens at all addresses.
         found = ""

@@ -57,13 +57,6 @@ def test_hosts_that_meet_start_again_where_a_rank_is_killed(net, shared, alone, 
     assert_equal(path, alone(len(hosts)))
 
 
-def test_an_example_runs_on_hosts(net):
-    """As it is, on two of them."""
-    done = net.run("a", [*LAUNCH, "-H", "a:1,b:1", "examples/digits.py"], timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "2 on 2 hosts" in done.stdout
-
-
 @pytest.fixture(scope="module")
 def undisturbed(running, shared):
     """What both ranks of a training without faults print."""

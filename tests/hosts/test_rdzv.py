@@ -1,14 +1,9 @@
 """The same command on each host, without ssh: `keras-dist run --nnodes --rdzv`."""
 
 import signal
-import time
 
-import pytest
-from network import LAUNCH, until
+from network import LAUNCH
 from test_hosts_faults import STUB, all_there, ended
-from test_training import TRAIN, alone, assert_equal, debian_names, found_of
-
-__all__ = ["alone"]  # a fixture
 
 SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
 
@@ -28,18 +23,6 @@ def outputs(processes):
     found = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(found), found
     return "".join(stdout for stdout, _ in found), found[0][1]
-
-
-@pytest.mark.long
-def test_two_hosts_that_meet_train_as_one_process(net, shared, alone):
-    """Two ranks on each, and the first host's own name is 127.0.1.1 there."""
-    debian_names(net)
-    path = shared / "met.npy"
-    stdout, _ = outputs(meet(net, "ab", "-np", 2, TRAIN, path))
-    expected = [(0, 2, "a"), (1, 2, "a"), (0, 2, "b"), (1, 2, "b")]
-    assert found_of(stdout, 4) == expected
-    assert "4 on 2 hosts" in stdout
-    assert_equal(path, alone(4))
 
 
 def test_all_hosts_end_and_say_why(net, shared):
@@ -74,25 +57,3 @@ def test_all_hosts_end_and_say_why(net, shared):
         ]
     assert (shared / "rdzv.save" / "saved.0").exists()
     assert (shared / "rdzv.save" / "saved.1").exists()
-
-
-@pytest.mark.long
-def test_a_host_that_is_lost_is_named(net, shared):
-    """Two jobs: one has lost a host, and one its first host."""
-    folder, mark = shared / "rdzv.lost", shared / "rdzv.first"
-    first, _, other = meet(net, "abc", STUB, folder, "wait", options=["--restarts", 1])
-    killed, left = meet(net, "de", STUB, mark, "wait")
-    all_there(folder, 3)
-    all_there(mark)
-    net.signal_command(killed, signal.SIGKILL)
-    net.power_off("b")
-    cut = time.monotonic()
-    for process in (first, other):
-        code, lines, _ = ended(process)
-        assert code == 1 and time.monotonic() - cut < 20, lines
-        assert "host b has not responded for 15 s (rank " in lines[0], lines
-    code, lines, _ = ended(left)
-    assert code == 1 and time.monotonic() - cut < 25
-    assert "no answer from d:29400 for 15 s" in lines[0], lines
-    until(lambda: not net.processes("d", STUB), "the end of the ranks of d", 10)
-    assert not net.processes("e", STUB)

@@ -69,18 +69,3 @@ def test_four_ranks_on_two_hosts_use_the_network_that_is_named(net, shared, alon
     for name, (first, second) in zip("ab", before, strict=True):
         assert net.bytes_of(name, 0) - first < 500_000  # ssh, to b
         assert net.bytes_of(name, 1) - second > 10_000_000
-
-
-@pytest.mark.long
-def test_a_rank_that_is_killed_on_one_of_three_hosts_is_resumed(net, shared, alone):
-    """To the weights of one process."""
-    path = shared / "three.npy"
-    variables = {"KILL": "2", "RESUME": str(shared / "resume")}
-    options = ["-H", "a:1,b:1,c:1", "--restarts", "1"]
-    done = net.run("a", [*LAUNCH, *options, TRAIN, path], env=variables)
-    assert done.returncode == 0, done.stderr
-    assert "3 on 3 hosts" in done.stdout
-    assert "failed first" in done.stderr and "SIGKILL" in done.stderr
-    assert "start 2 of at most 2" in done.stderr
-    assert found_of(done.stdout, 3) == [(0, 1, "a"), (0, 1, "b"), (0, 1, "c")]
-    assert_equal(path, alone(3))

@@ -156,7 +156,8 @@ class Watchdog(threading.Thread):
         statuses = self._read_statuses(now)
         # A rank without a heartbeat has not begun.
         are_idle = all(
-            status and (self._is_silent(rank, now) or self._is_idle(status))
+            status
+            and (self._is_silent(rank, now) or status["idle"] > _ALMOST * self._limit)
             for rank, status in statuses.items()
         )
         are_with_others = [s["is_with_others"] for s in (own, *statuses.values()) if s]
@@ -178,9 +179,6 @@ class Watchdog(threading.Thread):
             if beat != self._seen.get(rank, (-1, now))[0]:
                 self._seen[rank] = beat, now
         return statuses
-
-    def _is_idle(self, status: Mapping[str, Any]) -> bool:
-        return bool(status["idle"] > _ALMOST * self._limit)
 
     def _is_silent(self, rank: int, now: float) -> bool:
         """Return whether a rank is suspended or has ended, by its heartbeats."""
