@@ -162,7 +162,7 @@ def test_on_one_process_shard_changes_nothing():
     assert data.apply(keras_dist.shard(4)) is data
     with pytest.raises(ValueError, match="`batch_size`"):
         keras_dist.shard(0)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError):
         keras_dist.shard(["a.jpg"])
     with pytest.raises(TypeError, match="for `tf.data.Dataset.apply`"):
         keras_dist.shard(4)([1, 2])

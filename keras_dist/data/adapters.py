@@ -22,6 +22,7 @@ from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import (
     Division,
     ShardSpec,
+    check_count,
     check_shared_batch,
     local_items,
     no_data,
@@ -99,7 +100,7 @@ def _feed_arrays(
     steps, total = given["steps_per_epoch"], arrays.num_rows
     # Keras's default: all rows divided by the steps, or 32.
     per_step = -(-total // rows.steps_before) if rows.steps_before else None
-    batch_size = _check_batch_size(rows.batch_size or per_step or _BATCH_SIZE)
+    batch_size = check_count("`batch_size`", rows.batch_size or per_step or _BATCH_SIZE)
     _check_rows(arrays, batch_size, spec)
     rows = replace(rows, batch_size=batch_size, total=total)
     facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
@@ -621,12 +622,3 @@ def _check_rows(arrays: Arrays, batch_size: int, spec: ShardSpec) -> None:
             f"Received: {arrays.num_rows} rows for {spec.size} ranks. "
             f"Pass more data, or start at most {arrays.num_rows} processes."
         )
-
-
-def _check_batch_size(batch_size: Any) -> int:
-    if not hasattr(batch_size, "__index__") or batch_size < 1:
-        raise ValueError(
-            "`batch_size`, the rows of one rank's batch, must be a whole number of at "
-            f"least 1. Received: batch_size={batch_size!r}"
-        )
-    return int(batch_size)

@@ -95,13 +95,18 @@ def scale_steps(rule: str, steps: int | None, *, size: int) -> int | None:
     """
     if steps is None:
         return None
-    is_whole = not isinstance(steps, bool) and hasattr(steps, "__index__")
-    if not is_whole or steps < 1:
+    steps = check_count("A number of steps", steps)
+    return -(-steps // size) if rule == "divide" else steps
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return a number of rows or steps, or raise a `ValueError`."""
+    is_whole = not isinstance(value, bool) and hasattr(value, "__index__")
+    if not is_whole or value < 1:
         raise ValueError(
-            "A number of steps must be a whole number of at least 1, or None for "
-            f"all of the data. Received: {steps!r}"
+            f"{name} must be a whole number of at least 1. Received: {value!r}"
         )
-    return -(-int(steps) // size) if rule == "divide" else int(steps)
+    return int(value)
 
 
 def no_data(received: str, *, is_training: bool = False) -> ValueError:

@@ -1,12 +1,12 @@
 """`shard`: the user divides a data set among the ranks before it is decoded."""
 
-import operator
 from collections.abc import Callable
 from typing import Literal
 
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.data.division import check_count
 from keras_dist.data.pipeline import list_seeds
 from keras_dist.data.presharded import Presharded, divide_rows, presharded_of
 
@@ -39,7 +39,7 @@ def shard(
         A function for `tf.data.Dataset.apply`.
 
     Raises:
-        TypeError: If `batch_size` is no number, or what it is applied to no data set.
+        TypeError: If what it is applied to is no data set.
         ValueError: If an argument is unusable, the data was already divided, or its
             shuffle has no seed.
 
@@ -49,12 +49,7 @@ def shard(
     >>> [batch.tolist() for batch in rows.batch(2).as_numpy_iterator()]
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    rows = None if batch_size is None else operator.index(batch_size)
-    if rows is not None and rows < 1:
-        raise ValueError(
-            "`batch_size`, the rows of one rank's batch, must be a whole number of at "
-            f"least 1. Received: batch_size={batch_size!r}"
-        )
+    rows = None if batch_size is None else check_count("`batch_size`", batch_size)
     if batch not in ("rank", "global"):
         raise ValueError(f'`batch` must be "rank" or "global". Received: {batch!r}')
     if batch == "global" and comm.size() > 1:
