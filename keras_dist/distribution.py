@@ -107,36 +107,27 @@ def _is_plain(model: Any, name: str) -> bool:
     return fit.is_passing(model, name) or is_alone() or comm.is_child_of_rank()
 
 
-def _fit(model: Any, *args: Any, **kwargs: Any) -> Any:
-    plain = fit.plain_method("fit").__get__(model)
-    if _is_plain(model, "fit"):
-        return plain(*args, **kwargs)
-    given = KerasArguments(**_bind(fit.plain_method("fit"), model, args, kwargs))
-    _meet(model, "fit")
-    options, folder = _options[-1], os.environ.get(RESUME)
-    if folder:
-        path = Path(folder, f"fit_{next(_fits)}")
-        options = replace(options, resume=path)
-    return fit.train(model, given, options, plain)
+def _train(
+    model: Any, given: dict[str, Any], options: Options, plain: Callable[..., Any]
+) -> Any:
+    if folder := os.environ.get(RESUME):
+        options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
+    return fit.train(model, KerasArguments(**given), options, plain)
 
 
-def _evaluate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    plain = fit.plain_method("evaluate").__get__(model)
-    is_called_by_fit = private.OF_FIT in kwargs
-    if is_called_by_fit or _is_plain(model, "evaluate") or comm.size() == 1:
-        return plain(*args, **kwargs)
-    given = _bind(fit.plain_method("evaluate"), model, args, kwargs)
-    _meet(model, "evaluate")
-    return fit.evaluate(model, given, _options[-1], plain)
+def _on_all(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the method that calls `run` on all ranks, with the arguments by name."""
 
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = fit.plain_method(name)
+        is_serial = name != "fit" and comm.size() == 1
+        if private.OF_FIT in kwargs or is_serial or _is_plain(model, name):
+            return plain(model, *args, **kwargs)
+        given = _bind(plain, model, args, kwargs)
+        _meet(model, name)
+        return run(model, given, _options[-1], plain.__get__(model))
 
-def _predict(model: Any, *args: Any, **kwargs: Any) -> Any:
-    plain = fit.plain_method("predict").__get__(model)
-    if _is_plain(model, "predict") or comm.size() == 1:
-        return plain(*args, **kwargs)
-    given = _bind(fit.plain_method("predict"), model, args, kwargs)
-    _meet(model, "predict")
-    return fit.predict(model, given, _options[-1], plain)
+    return call
 
 
 def _bind(
@@ -183,9 +174,9 @@ def _apply(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _METHODS = {
-    (keras.Model, "fit"): _fit,
-    (keras.Model, "evaluate"): _evaluate,
-    (keras.Model, "predict"): _predict,
+    (keras.Model, "fit"): _on_all("fit", _train),
+    (keras.Model, "evaluate"): _on_all("evaluate", fit.evaluate),
+    (keras.Model, "predict"): _on_all("predict", fit.predict),
     (keras.Model, "train_on_batch"): _on_batch("train_on_batch"),
     (keras.Model, "test_on_batch"): _on_batch("test_on_batch"),
     (keras.optimizers.Optimizer, "apply"): _apply,
