@@ -41,7 +41,6 @@ from keras_dist.training.install import (
 from keras_dist.training.predict import (
     each_batch,
     predict_in_turns,
-    predict_presharded,
 )
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
@@ -346,18 +345,22 @@ def predict(
         options = options.resolved()
         x = sources.make_source(lists_to_arrays(x), options.shard)
     is_source = isinstance(x, Source)
-    known = x.presharded if is_source else None
+    is_divided = is_source and x.presharded is not None
     leaves = keras.tree.flatten(x) if is_arrays(x) else []
     facts = {  # what decides which collectives come
         "`gather`": gather,
         "`steps`": steps,
         "the shapes of the rows": [tuple(leaf.shape) for leaf in leaves],
-        "whether the data was divided by `shard`": known is not None,
+        "whether the data was divided by `shard`": is_divided,
     }
     comm.agree(facts, advice=_ADVICE)
-    if known is not None and gather and steps is None:
-        return predict_presharded(x.data, known, predict_rows, model, gather=gather)
-    if known is not None or not (leaves or is_source):
+    if is_divided and gather:
+        raise ValueError(
+            "Predictions of data that `keras_dist.shard` has divided are not gathered. "
+            f"Received: gather={gather!r}. Pass gather=False, or the data without "
+            "`shard`."
+        )
+    if is_divided or not (leaves or is_source):
         return predict_rows(x.data if is_source else x, steps)
     pieces = {"x": x, "y": None, "sample_weight": None}
     feed = _make_feed("predicted", pieces, given, options)
@@ -517,11 +520,10 @@ class DistributedModel:
     ) -> Any:
         """Predict as `keras.Model.predict`: each row on one rank, results gathered.
 
-        Rank r of N predicts the batches r, r + N, …; of data that `keras_dist.shard`
-        has divided, its own. Data that differs from rank to rank is
-        taken for data that is already split: as with `shard="none"`, and with `steps`
-        for divided data, each rank then predicts everything that it was given, and
-        nothing is gathered.
+        Rank r of N predicts the batches r, r + N, …. Data that differs from rank to
+        rank is taken for data that is already split: as with `shard="none"`, each rank
+        then predicts everything that it was given, and nothing is gathered. Data that
+        `keras_dist.shard` has divided needs `gather=False`.
 
         Args:
             x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.

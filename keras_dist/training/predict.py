@@ -17,54 +17,11 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data.feed import Feed
-from keras_dist.data.presharded import Presharded
-from keras_dist.data.source import Source
 
 _ADVICE = "Give every rank the same model, weights, data and arguments."
 
 # Predictions are gathered in pieces; this is the largest piece of one rank.
 _MESSAGE_BYTES = 64 * 2**20
-
-
-def predict_presharded(
-    dataset: Any,
-    presharded: Presharded,
-    predict: Callable[[Any], Any],
-    model: Any,
-    *,
-    gather: bool | Literal["first"],
-) -> Any:
-    """Predict all rows of presharded data; return them in the order before `shard`.
-
-    Args:
-        dataset: This rank's batches.
-        presharded: How they were divided.
-        predict: Predicts a data set, without a collective.
-        model: The model, whose weights have to be equal on all ranks.
-        gather: `True` or `"first"`.
-
-    Raises:
-        ValueError: On all ranks, if it is not known which row a prediction is of.
-    """
-    source, size = Source(dataset), presharded.size
-    with comm.together():
-        is_empty = source.length == 0 or not source.first(1)
-        outputs = None if is_empty else predict(dataset)
-    counts = comm.gather(None if outputs is None else _num_rows(outputs))
-    total = sum(filter(None, counts))
-    rows = [np.arange(rank, total, size) for rank in range(size)]
-    if total == 0 or [n or 0 for n in counts] != list(map(len, rows)):
-        raise ValueError(
-            "The predictions of divided data can be gathered only if each row has one, "
-            f"in order. Received: {counts} predictions of ranks 0 to {size - 1}, of "
-            f"{source.type_name}, divided by `shard`. Leave "
-            "none out after `shard`, or pass gather=False."
-        )
-    # The first rank has a row if any has one.
-    empty = comm.broadcast(_without_rows(outputs) if comm.rank() == 0 else None)
-    outputs = empty if outputs is None else outputs
-    _agree_on_outputs(outputs, model)
-    return _gather_in_order(outputs, itertools.repeat(rows), gather)
 
 
 def predict_in_turns(
@@ -224,15 +181,6 @@ def _agree_on_outputs(outputs: Any, model: Any) -> None:
         advice=_ADVICE,
         names={"the weights": "these are checksums"},
     )
-
-
-def _num_rows(outputs: Any) -> int:
-    """Count the rows of outputs; -1 if they are not arrays of equally many rows."""
-    leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
-    if not all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves):
-        return -1
-    counts = {len(leaf) for leaf in leaves}
-    return counts.pop() if len(counts) == 1 else -1
 
 
 def _without_rows(outputs: Any) -> Any:
