@@ -11,6 +11,7 @@ import sysconfig
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import psutil
 import pytest
 
 from keras_dist import __main__ as command
@@ -358,10 +359,12 @@ def test_something_missing_stops_before_the_build(monkeypatch):
         recipe.install_horovod()
 
 
-def test_without_tensorflow_the_command_says_which_package_to_install():
+def test_without_tensorflow_the_command_says_which_package_to_install(tmp_path):
     """And the package can be imported: only its use is an error."""
-    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": os.environ["PATH"]}
-    python = [sys.executable, "-S"]  # without the packages of the environment
+    (tmp_path / "psutil").symlink_to(Path(psutil.__file__).parent)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
+    env = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
+    python = [sys.executable, "-S"]  # without the other packages of the environment
 
     def run(*arguments):
         return subprocess.run(
