@@ -68,7 +68,7 @@ def dist_fit(
     validation_batch_size: int | None = None,
     validation_freq: int | list[int] = 1,
     *,
-    batch: Literal["rank", "global"] | None = None,
+    batch: Literal["rank", "global"] = "rank",
     lr_scaling: LearningRateRule | Literal["auto"] = "auto",
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
@@ -98,8 +98,7 @@ def dist_fit(
             generator, is the batch of one rank. N ranks train on N of them in a step,
             and rates and steps are scaled. `"global"`: it is the batch of all ranks
             together, of which each computes its rows, and nothing is scaled: the script
-            gives the model that `model.fit` gives. Default: the environment variable
-            `KERAS_DIST_BATCH`, else `"rank"`.
+            gives the model that `model.fit` gives.
         lr_scaling: Factor on the learning rate: `"linear"` (the number of ranks),
             `"sqrt"` (its square root), `"none"`, a positive number, or a function of
             the number of ranks. `"auto"`: linear, or none with `batch="global"`.

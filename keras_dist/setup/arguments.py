@@ -1,7 +1,7 @@
 """The arguments of `dist_fit`: those that `Model.fit` has too, and all others."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -9,8 +9,6 @@ import keras
 
 from keras_dist.data.division import StepsRule
 from keras_dist.optimizer.rate import LearningRateRule
-
-BATCH_VARIABLE = "KERAS_DIST_BATCH"
 
 # What `Model.fit`, `evaluate` and `predict` take as `callbacks`.
 Callbacks: TypeAlias = (
@@ -55,7 +53,7 @@ class KerasArguments:
 class Options:
     """Every argument of `dist_fit` that `Model.fit` does not have, with its default."""
 
-    batch: Literal["rank", "global"] | None = None
+    batch: Literal["rank", "global"] = "rank"
     lr_scaling: LearningRateRule | Literal["auto"] = "auto"
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
@@ -66,25 +64,20 @@ class Options:
     save_steps: int | None = None
     save_seconds: float | None = 300
 
-    def resolved(self, environ: Mapping[str, str] = os.environ) -> "Options":
-        """Decide whose batch the user's batch is, and the rules that follow from it.
+    def resolved(self) -> "Options":
+        """Decide the rules that follow from whose batch the user's batch is.
 
-        >>> options = Options(batch="global").resolved({})
+        >>> options = Options(batch="global").resolved()
         >>> options.lr_scaling, options.steps_scaling
         ('none', 'none')
-
-        Args:
-            environ: `KERAS_DIST_BATCH` is read, for a script that cannot be changed.
 
         Raises:
             ValueError: If `batch`, `shard` or a rule for steps is unknown.
         """
-        batch: Any = self.batch or environ.get(BATCH_VARIABLE) or "rank"
-        if batch not in ("rank", "global"):
+        if self.batch not in ("rank", "global"):
             raise ValueError(
                 '`batch` must be "rank" (the batch size is that of one rank) or '
-                f'"global" (it is that of all ranks together). Received: {batch!r}'
-                + ("" if self.batch else f" in {BATCH_VARIABLE}")
+                f'"global" (it is that of all ranks together). Received: {self.batch!r}'
             )
         choices = {
             "steps_scaling": get_args(StepsRule),
@@ -97,14 +90,14 @@ class Options:
                     f"`{name}` must be one of {', '.join(values)}. "
                     f"Received: {name}={getattr(self, name)!r}"
                 )
-        is_global = batch == "global"
+        is_global = self.batch == "global"
         usual: dict[str, Any] = {
             "lr_scaling": "none" if is_global else "linear",
             "steps_scaling": "none" if is_global else "divide",
             "validation_steps_scaling": "none" if is_global else "divide",
         }
         rules = {n: rule for n, rule in usual.items() if getattr(self, n) == "auto"}
-        return replace(self, batch=batch, **rules)
+        return replace(self, **rules)
 
 
 def split_arguments(given: dict[str, Any]) -> tuple[KerasArguments, Options]:

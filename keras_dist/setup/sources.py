@@ -156,7 +156,7 @@ def compare(
         options.shard,
         seed,
         comm.gather_in_thread,
-        batch=options.batch or "rank",
+        batch=options.batch,
         keras_seed=keras_seed,
     )
     if comm.size() == 1:
@@ -296,7 +296,7 @@ def _note_on_shuffles(name: str, source: Source) -> str:
 
 
 def _compare_before_shard(
-    name: str, source: Source, presharded: Presharded, batch: str | None
+    name: str, source: Source, presharded: Presharded, batch: str
 ) -> None:
     """Compare data before it was divided. A collective.
 
@@ -341,7 +341,7 @@ def _compare_before_shard(
         )
 
 
-def _check_shares(source: Source, presharded: Presharded, batch: str | None) -> None:
+def _check_shares(source: Source, presharded: Presharded, batch: str) -> None:
     """Check that training data was divided for the same kind of batches as the fit."""
     if presharded.batch != batch:
         raise ValueError(

@@ -207,11 +207,10 @@ def test_a_model_is_evaluated_before_it_was_trained():
     np.testing.assert_allclose(ours.evaluate(x, y, verbose=0), expected, rtol=1e-10)
 
 
-def test_the_plan_and_the_variable_say_whose_batch_it_is(monkeypatch, capsys, world):
-    """A script that cannot be changed is told by the environment."""
-    monkeypatch.setenv("KERAS_DIST_BATCH", "global")
+def test_the_plan_says_whose_batch_it_is(capsys, world):
+    """With the rows of each rank."""
     x, y = rows_of(41, 0)
-    keras_dist.dist_fit(compiled(), x, y, batch_size=10, epochs=1, verbose=2)
+    keras_dist.dist_fit(compiled(), x, y, batch="global", batch_size=10, verbose=2)
     shown = capsys.readouterr().out
     more, least = 10 % world.size, 10 // world.size
     shares = f"{more} × {least + 1} + " if more > 1 else f"{least + 1} + " * (more > 0)
