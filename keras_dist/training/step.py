@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -44,25 +43,25 @@ class DistributedStep:
 
     def train_step(self: Any, data: Any) -> Any:
         own_step = own_train_step(self)
-        batch = count_rows(self, data)
-        build_once(self, batch, own_step)
+        data, rows, has_rows = count_rows(self, data)
+        build_once(self, data, own_step)
         if comm.size() == 1:
             entered = step_context.entered(step_context.StepContext())
-            with entered, wait_for_batch(self, batch):
-                return own_step(batch.data)
-        batch = follow_last_update(self, batch)
+            with entered, wait_for_batch(self, data):
+                return own_step(data)
+        data = follow_last_update(self, data)
         with (
-            step_context.entered(describe_step(self, batch)),
+            step_context.entered(describe_step(self, data, rows, has_rows)),
             step_context.run_inline(),
             only_attached(),
             session_of(self).traced.noise.drawing(),
-            wait_for_batch(self, batch),
-            ignore_copy(self, batch),  # in metrics and counters
+            wait_for_batch(self, data),
+            ignore_copy(self, has_rows),  # in metrics and counters
         ):
             step = split_losses(self, own_step)
             # In it the step calls `apply`, which exchanges gradients and then updates
             # (`optimizer.reduce`, `optimizer.rate`).
-            return compute_gradients(self, step, batch)
+            return compute_gradients(self, step, data)
 
     def test_step(self: Any, data: Any) -> Any:
         if comm.size() > 1:
@@ -177,72 +176,61 @@ def evaluating(
     return session.evaluating(evaluation)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What a train step is given.
+def count_rows(model: Any, data: Any) -> tuple[Any, Any, Any]:
+    """Count the rows of this step.
 
-    Args:
-        data: The batch.
-        rows: How many of its rows count; a number or a scalar tensor.
-        length: How many rows it has.
-        has_rows: See `StepContext`.
+    Returns:
+        The batch; how many of its rows count, a number or a scalar tensor; and
+        `StepContext.has_rows`.
     """
-
-    data: Any
-    rows: Any
-    length: Any
-    has_rows: Any
-
-
-def count_rows(model: Any, data: Any) -> Batch:
-    """Return the batch of this step, with its rows that count, and count them."""
     session = session_of(model)
     data, has_rows = session.split_mark(data)
-    length = num_rows(data)
-    rows = length if has_rows is None else tf.where(has_rows, length, 0)
+    rows = num_rows(data)
+    rows = rows if has_rows is None else tf.where(has_rows, rows, 0)
     session.traced.rows_trained.assign_add(tf.cast(rows, tf.int64))
     if comm.size() > 1:
         session.see_rows(rows)
-    return Batch(data, rows, length, has_rows)
+    return data, rows, has_rows
 
 
-def build_once(model: Any, batch: Batch, own_step: Callable[[Any], Any]) -> None:
+def build_once(model: Any, data: Any, own_step: Callable[[Any], Any]) -> None:
     """Build and copy the model, if the first batch was not read before (`_start`)."""
     session = session_of(model)
     session.has_run = True
     if not session.has_started:
         is_eager = tf.executing_eagerly()
-        build.start(model, session, batch.data, own_step, is_eager=is_eager)
+        build.start(model, session, data, own_step, is_eager=is_eager)
 
 
-def follow_last_update(model: Any, batch: Batch) -> Batch:
+def follow_last_update(model: Any, data: Any) -> Any:
     """Make the batch depend on the updates of the step before.
 
     One graph may contain several steps, whose collectives have the same names. So a
     step must not begin its collectives before those of the step before have ended.
     """
     if tf.executing_eagerly():
-        return batch
+        return data
     reads = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
     with tf.control_dependencies(reads):
-        data = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else tf.identity(leaf), batch.data
+        return keras.tree.map_structure(
+            lambda leaf: None if leaf is None else tf.identity(leaf), data
         )
-    return replace(batch, data=data)
 
 
-def describe_step(model: Any, batch: Batch) -> step_context.StepContext:
+def describe_step(
+    model: Any, data: Any, rows: Any, has_rows: Any
+) -> step_context.StepContext:
     """Count the step, and return what it passes to the optimizer."""
-    session = session_of(model)
+    session, length = session_of(model), num_rows(data)
     is_keras_path = losses.is_keras_method(
         model, "train_step"
     ) and losses.is_keras_method(model.optimizer, "apply_gradients")
-    with _after(batch.data):
+    with _after(data):
         number = session.traced.next_step()
     return step_context.StepContext(
-        rows=batch.rows,
-        length=batch.length if isinstance(batch.length, int) else None,
-        has_rows=batch.has_rows,
+        rows=rows,
+        length=length if isinstance(length, int) else None,
+        has_rows=has_rows,
         step=number,
         rows_of_all=session.next_rows_of_all(),
         global_rows=session.traced.global_rows,
@@ -252,7 +240,7 @@ def describe_step(model: Any, batch: Batch) -> step_context.StepContext:
     )
 
 
-def wait_for_batch(model: Any, batch: Batch) -> Any:
+def wait_for_batch(model: Any, data: Any) -> Any:
     """Context manager in which a graph does nothing before the batch was read.
 
     Where Keras does not know the number of batches, it begins a step more at the end of
@@ -260,16 +248,16 @@ def wait_for_batch(model: Any, batch: Batch) -> Any:
     done nevertheless, such as counting the update, or drawing a random number.
     """
     may_read_on = session_of(model).may_read_on
-    return _after(batch.data) if may_read_on else contextlib.nullcontext()
+    return _after(data) if may_read_on else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def ignore_copy(model: Any, batch: Batch) -> Iterator[None]:
+def ignore_copy(model: Any, has_rows: Any) -> Iterator[None]:
     """Context manager in which a copied batch changes no metrics and counters.
 
     Other state does: the statistics of the copy are those of the last global batch.
     """
-    if batch.has_rows is None:
+    if has_rows is None:
         yield
         return
     counters = [
@@ -281,7 +269,7 @@ def ignore_copy(model: Any, batch: Batch) -> Iterator[None]:
         if isinstance(layer, keras.Model):
             counters += layer.metrics_variables
     counters = list({id(variable): variable for variable in counters}.values())
-    with preserve_variables(counters, unless=batch.has_rows):
+    with preserve_variables(counters, unless=has_rows):
         yield
 
 
@@ -293,19 +281,19 @@ def split_losses(model: Any, own_step: Callable[[Any], Any]) -> Callable[[Any], 
     return losses.split_step(model, own_step, found.kinds)
 
 
-def compute_gradients(model: Any, step: Callable[[Any], Any], batch: Batch) -> Any:
+def compute_gradients(model: Any, step: Callable[[Any], Any], data: Any) -> Any:
     """Run the step: in parts, if XLA compiles it; return its logs."""
     session = session_of(model)
     if not session.traced.is_split:
-        return step(batch.data)
+        return step(data)
     recorded = RecordedStep(step)
-    reason = recorded.why_not(batch.data)
+    reason = recorded.why_not(data)
     if reason is None:
-        return recorded.run(batch.data)
+        return recorded.run(data)
     session.traced.split(False)
     if comm.rank() == 0:
         warn(f"Training without XLA: {reason}.")
-    return step(batch.data)
+    return step(data)
 
 
 def own_train_step(model: Any) -> Callable[[Any], Any]:
