@@ -214,12 +214,11 @@ def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:
     batches = list(itertools.islice(iterator, count))
     if batches:
         iterator = _prepend(batches, iterator)
-    return [keras.tree.map_structure(_none_or_leaf, b) for b in batches], iterator
-
-
-def _none_or_leaf(leaf: Any) -> Any:
-    # What Keras's adapters have in place of `None` in a data set.
-    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+    # What Keras's adapters have in place of `None` in a data set is an `Optional`.
+    return keras.tree.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
+        batches,
+    ), iterator
 
 
 def _prepend(batches: list[Any], iterator: Any) -> Any:

@@ -57,7 +57,8 @@ class RecordedStep:
             batch = keras.tree.map_structure(_two_rows, specs)
             self._compute_gradients.experimental_get_compiler_ir(*batch)(stage="hlo")
         except Exception as error:  # after any error, the step runs without XLA
-            return f"XLA cannot compile this model ({_first_line(error)})"
+            line = str(error).strip().splitlines()[0]
+            return f"XLA cannot compile this model ({type(error).__name__}: {line})"
         return None
 
     def run(self, data: Any) -> Any:
@@ -117,7 +118,3 @@ def _two_rows(spec: Any) -> Any:
         return spec
     # A tensor, since TensorFlow accepts no structure of specs here.
     return tf.zeros([2 if n is None else n for n in spec.shape], spec.dtype)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

@@ -48,7 +48,9 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
     with comm.together():
         samples = {
             name: [
-                _sample(leaf) for leaf in keras.tree.flatten(given) if _is_some(leaf)
+                _sample(leaf)
+                for leaf in keras.tree.flatten(given)
+                if leaf is not None and len(leaf.shape) > 0
             ]
             for name, given in data.items()
             if is_arrays(given)
@@ -130,10 +132,6 @@ def _constants(layer: Any) -> list[np.ndarray]:
         elif name == "bin_boundaries":
             found.append(np.asarray(value, dtype="float64"))
     return found
-
-
-def _is_some(leaf: Any) -> bool:
-    return leaf is not None and len(leaf.shape) > 0
 
 
 def _sample(leaf: Any) -> np.ndarray:
