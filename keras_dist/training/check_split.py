@@ -93,7 +93,7 @@ def check_split(
             found = trial.try_alone(model, split, data)
     if found.reason:
         raise ValueError(f"`check_split` cannot try this train step: {found.reason}.")
-    kinds = tuple(kind or "mean" for kind, _ in found.updates)
+    kinds = tuple(kind or "mean" for kind in found.updates)
     notes = [batch_norm.explain_unsynchronized(model).strip()]
     notes += state_trial.describe(found.states)
     weights = dict(sorted(found.weights.items()))

@@ -246,6 +246,8 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         if path.endswith((".h5", ".hdf5")):
             _reserve(made, call.args[0])
         there = inspect.BoundArguments(call.signature, given | {"filepath": made})
+        if not is_export:
+            there.arguments["overwrite"] = True  # the draft
         result = own(*there.args, **there.kwargs)
         with _locked(folder):
             if is_there or not os.path.isdir(made):

@@ -85,10 +85,10 @@ class Trial:
     numbers that are not finite.
 
     Args:
-        updates: For each call of `apply`, the kind of its gradients, and by how much
-            those of the parts differ from those of the whole, as a fraction of their
-            length; `None` if rows were repeated instead.
-        numbers: The kind of each loss and of each logged number.
+        found: The kind of each loss, of each logged number, and of the gradients of
+            each call of `apply`.
+        difference: By how much the gradients of the parts differ most from those of the
+            whole, as a fraction of their length.
         gatherable: Losses that can be computed from the rows of all ranks, and the MiB
             that are sent for it in a step.
         weights: For each weight, by how much its gradient differs.
@@ -97,8 +97,8 @@ class Trial:
         seconds: How long it took.
     """
 
-    updates: Sequence[tuple[str | None, float | None]] = ()
-    numbers: dict[Site, str | None] = field(default_factory=dict)
+    found: dict[Site, str | None] = field(default_factory=dict)
+    difference: float = 0.0
     gatherable: dict[Site, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     states: Sequence[StateDifference] = ()
@@ -108,21 +108,26 @@ class Trial:
     @property
     def kinds(self) -> LossKinds:
         """What a step has to add up, or to compute from the rows of all ranks."""
-        applied = {("apply", i): kind for i, (kind, _) in enumerate(self.updates)}
-        found = {**self.numbers, **applied}
+        found = self.found
         # What `compute_loss` returns is differentiated at once: "apply" says it all.
         sums = {s for s, kind in found.items() if kind == "sum" and s[0] != "compute"}
         gathered = {s for s in self.gatherable if found.get(s) == "neither"}
         return LossKinds(frozenset(sums), frozenset(gathered))
 
+    @property
+    def updates(self) -> list[str | None]:
+        """The kinds of the gradients, for each call of `apply`."""
+        sites = sorted(site for site in self.found if site[0] == "apply")
+        return [self.found[site] for site in sites]
+
     def __str__(self) -> str:
         if self.reason:
             return f"not tried, taken for a mean over rows: {self.reason}"
         parts = [
-            f"neither mean nor sum ({_percent(difference)})"
+            f"neither mean nor sum ({_percent(self.difference)})"
             if kind == "neither"
             else f"{kind} over rows"
-            for kind, difference in self.updates
+            for kind in self.updates
         ]
         text = "; ".join(parts)
         if summed := sum(level == "loss" for level, _ in self.kinds.sums):
@@ -204,18 +209,17 @@ def warn(model: Any, trial: Trial) -> None:
         trial: What all ranks found.
     """
     warn_of_states(trial.states)
-    neither = [found or 0.0 for kind, found in trial.updates if kind == "neither"]
-    if not neither or comm.rank() > 0:
+    if "neither" not in trial.updates or comm.rank() > 0:
         return
     worst = sorted(trial.weights, key=lambda path: -trial.weights[path])[:3]
     lines.warn(
         f"{explain_unsynchronized(model)}"
         "The train step was tried on two parts of its first batch: the mean of their "
-        f"gradients differs from the gradient of the whole by {_percent(max(neither))} "
-        f"(most: {', '.join(worst)}), and so does their sum. The ranks average their "
-        "gradients as if it were a mean over rows, so that they train another model "
-        "than one process. The step adds a mean and a sum "
-        "(`keras_dist.sum_over_rows(loss)` marks the sum), divides by a number of its "
+        "gradients differs from the gradient of the whole by "
+        f"{_percent(trial.difference)} (most: {', '.join(worst)}), and so does their "
+        "sum. The ranks average their gradients as if it were a mean over rows, so "
+        "that they train another model than one process. The step adds a mean and a "
+        "sum (`keras_dist.sum_over_rows(loss)` marks the sum), divides by a number of its "
         "batch (`keras_dist.weighted_mean(values, weights)`), compares rows with one "
         "another (`keras_dist.gather_rows(z)`), or changes gradients before it applies "
         "them (clip them in the optimizer: `clipnorm=`)."
@@ -343,26 +347,27 @@ class _Runner:
             return _kind(size, abs(value - mean), abs(value - sum(values)), tolerance)
 
         numbers, parts = self._find_numbers(run_parts, judge)
-        updates, weights = self._compare_updates(whole, parts, fractions)
+        updates, difference, weights = self._compare_updates(whole, parts, fractions)
         doubted: dict[Site, str | None] = {
             site: "neither"
             for site in self._gatherable
-            if numbers.get(site) == "mean" and _has_neither(updates)
+            if numbers.get(site) == "mean" and "neither" in updates.values()
         }
         # A value may be the mean of the parts' where the gradient is not.
         if self._set_kinds(numbers | doubted):
             parts = run_parts()
             others = self._compare_updates(whole, parts, fractions)
-            if [kind for kind, _ in others[0]] != [kind for kind, _ in updates]:
+            if others[0] != updates:
                 numbers |= doubted
-                updates, weights = others
+                updates, difference, weights = others
         states = compare_states(
             self._model, whole.state, [part.state for part in parts], fractions
         )
-        if (states or _has_neither(updates)) and self._is_random(whole):
+        if (states or "neither" in updates.values()) and self._is_random(whole):
             return self._find_by_repeating()
         states += self._strays
-        return Trial(updates, numbers, self._gatherable, weights, states)
+        found = numbers | updates
+        return Trial(found, difference, self._gatherable, weights, states)
 
     def _find_by_repeating(self) -> Trial:
         """Compare some rows with the same rows repeated: that multiplies a sum.
@@ -384,14 +389,13 @@ class _Runner:
             return _kind_of_growth(*means, least=_TIMES**0.5)
 
         numbers, both = self._find_numbers(run_both, judge)
-        updates = []
         for index in range(len(both[0][0].gradients)):
             means = [
                 np.mean([_norm(r.gradients[index].values()) for r in runs])
                 for runs in both
             ]
-            updates.append((_kind_of_growth(*means, least=_TIMES**0.25), None))
-        return Trial(updates, numbers, states=self._strays)
+            numbers["apply", index] = _kind_of_growth(*means, least=_TIMES**0.25)
+        return Trial(numbers, states=self._strays)
 
     def _find_numbers(
         self, run: Callable[[], Any], judge: Callable[[Site, Any], str | None]
@@ -415,29 +419,29 @@ class _Runner:
     def _set_kinds(self, numbers: dict[Site, str | None]) -> bool:
         """Let the next runs know kinds of numbers; return True if that changes any."""
         before = self._kinds
-        self._kinds = Trial(numbers=numbers, gatherable=self._gatherable).kinds
+        self._kinds = Trial(numbers, gatherable=self._gatherable).kinds
         return self._kinds != before
 
     def _is_random(self, whole: Run) -> bool:
         """Return True if the step gives something else if it runs again."""
         self._kinds = LossKinds()  # which the whole was traced with
-        again, _ = self._compare_updates(whole, [self._run(self._leaves)], [1.0])
-        return _has_neither(again)
+        again = self._compare_updates(whole, [self._run(self._leaves)], [1.0])
+        return "neither" in again[0].values()
 
     def _compare_updates(
         self, whole: Run, parts: Sequence[Run], fractions: Sequence[float]
-    ) -> tuple[list[tuple[str | None, float | None]], dict[str, float]]:
-        """Return kind and difference of each update, and each weight's difference."""
-        found: list[tuple[str | None, float | None]] = []
-        weights: dict[str, float] = {}
+    ) -> tuple[dict[Site, str | None], float, dict[str, float]]:
+        """Return the kind of each update, the largest difference, and each weight's."""
+        found: dict[Site, str | None] = {}
+        most, weights = 0.0, dict[str, float]()
         updates = [run.gradients for run in (whole, *parts)]
-        for update, *others in zip(*updates, strict=True):
+        for index, (update, *others) in enumerate(zip(*updates, strict=True)):
             kind, difference, by_weight = self._compare(update, others, fractions)
             if kind == "neither" and self._has_gathered:
-                kind = "mean"  # `gather_rows`: one rank cannot simulate it
-            found.append((kind, difference))
-            weights |= by_weight
-        return found, weights
+                kind, difference = "mean", 0.0  # one rank cannot simulate `gather_rows`
+            found["apply", index] = kind
+            most, weights = max(most, difference), weights | by_weight
+        return found, most, weights
 
     def _compare(
         self,
@@ -587,32 +591,23 @@ def _join(trials: Sequence[Trial]) -> Trial:
         known = {kind for kind in kinds if kind is not None}
         return known.pop() if len(known) == 1 else "neither" if known else "mean"
 
-    updates = []
-    for found in zip(*(trial.updates for trial in every), strict=True):
-        differences = [difference for _, difference in found if difference is not None]
-        kind = join(kind for kind, _ in found)
-        updates.append((kind, max(differences, default=None)))
-    sites = {site for trial in every for site in trial.numbers}
-    numbers: dict[Site, str | None] = {
-        site: join(trial.numbers.get(site) for trial in every) for site in sites
+    sites = {site for trial in every for site in trial.found}
+    found: dict[Site, str | None] = {
+        site: join(trial.found.get(site) for trial in every) for site in sites
     }
     gatherable = set.intersection(*(set(trial.gatherable) for trial in every))
     for site in gatherable & sites:
-        if len({trial.numbers.get(site) is None for trial in every}) > 1:
-            numbers[site] = "neither"
+        if len({trial.found.get(site) is None for trial in every}) > 1:
+            found[site] = "neither"
     paths = {path for trial in every for path in trial.weights}
     states = {(s.kind, s.name): s for trial in every[::-1] for s in trial.states}
     return Trial(
-        updates,
-        numbers,
+        found,
+        max(trial.difference for trial in every),
         {site: max(trial.gatherable[site] for trial in every) for site in gatherable},
         {p: max(trial.weights.get(p, 0.0) for trial in every) for p in sorted(paths)},
         [states[key] for key in sorted(states)],
     )
-
-
-def _has_neither(updates: Iterable[tuple[str | None, float | None]]) -> bool:
-    return any(kind == "neither" for kind, _ in updates)
 
 
 def _kind(size: float, of_mean: float, of_sum: float, tolerance: float) -> str | None:
@@ -689,5 +684,5 @@ def _without_noise(model: Any) -> Iterator[None]:
         yield
 
 
-def _percent(difference: float | None) -> str:
-    return f"{100 * (difference or 0):.2g} %"
+def _percent(difference: float) -> str:
+    return f"{100 * difference:.2g} %"

@@ -98,7 +98,12 @@ def serve(path, model):
 KINDS = {
     "keras": (lambda m, p: m.save(p), "m{}.keras", load_model, TIMES),
     "h5": (lambda m, p: m.save(p), "m{}.h5", load_model, TIMES),
-    "weights": (lambda m, p: m.save_weights(p), "m{}.weights.h5", load_weights, TIMES),
+    "weights": (
+        lambda m, p: m.save_weights(p, overwrite=False),
+        "m{}.weights.h5",
+        load_weights,
+        TIMES,
+    ),
     "save_model": (save_model, "f{}.keras", load_model, 3),
     "by keras.saving": (
         lambda m, p: keras.saving.save_model(model=m, filepath=p, overwrite=False),
