@@ -219,10 +219,10 @@ def warn(model: Any, trial: Trial) -> None:
         f"{_percent(trial.difference)} (most: {', '.join(worst)}), and so does their "
         "sum. The ranks average their gradients as if it were a mean over rows, so "
         "that they train another model than one process. The step adds a mean and a "
-        "sum (`keras_dist.sum_over_rows(loss)` marks the sum), divides by a number of its "
-        "batch (`keras_dist.weighted_mean(values, weights)`), compares rows with one "
-        "another (`keras_dist.gather_rows(z)`), or changes gradients before it applies "
-        "them (clip them in the optimizer: `clipnorm=`)."
+        "sum (`keras_dist.sum_over_rows(loss)` marks the sum), divides by a number of "
+        "its batch (`keras_dist.weighted_mean(values, weights)`), compares rows with "
+        "one another (`keras_dist.gather_rows(z)`), or changes gradients before it "
+        "applies them (clip them in the optimizer: `clipnorm=`)."
     )
 
 
