@@ -25,7 +25,8 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
 
     Keras builds a model by calling it on the batch. A train step of the user's may call
     it, or layers of it, on something else, and would find weights of other shapes. So
-    such a step is traced instead, or run if it runs without a graph.
+    such a step is traced instead; or run, if it runs without a graph and layers have no
+    weights yet.
 
     This is called inside of the graph of the step, if there is one: outside of it, by
     `tf.init_scope`, no tape would record a gradient.
@@ -44,7 +45,9 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
     if (is_of_keras or is_eager) and _is_complete(model):
         return
     by_step = _run_once if is_eager else _trace
-    methods = [_build_by_keras, by_step] if is_of_keras else [by_step, _build_by_keras]
+    methods = [by_step, _build_by_keras]
+    if is_of_keras or (is_eager and _has_weights(model)):
+        methods.reverse()  # runs no Python of the user's step
     errors = []
     for method in methods:
         try:
@@ -72,17 +75,19 @@ def holds_unbuilt_optimizers(model: Any) -> bool:
     )
 
 
-def _is_complete(model: Any) -> bool:
-    """Return True if layers, losses, metrics and optimizers have their variables.
+def _has_weights(model: Any) -> bool:
+    """Return True if all layers have their variables.
 
     A model of which a train step only calls the layers has weights, and is never built.
     """
-    layers = private.layers_of(model)
+    return all(layer.built or layer.weights for layer in private.layers_of(model))
+
+
+def _is_complete(model: Any) -> bool:
+    """Return True if layers, losses, metrics and optimizers have their variables."""
     compiled = [part for part in private.compiled_parts(model) if part is not None]
     found = [*model.metrics, *compiled, *optimizers_of(model)]
-    return all(layer.built or layer.weights for layer in layers) and all(
-        getattr(each, "built", True) for each in found
-    )
+    return _has_weights(model) and all(getattr(each, "built", True) for each in found)
 
 
 def _build_by_keras(model: Any, _: Any, data: Any) -> None:
