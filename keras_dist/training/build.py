@@ -25,8 +25,7 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
 
     Keras builds a model by calling it on the batch. A train step of the user's may call
     it, or layers of it, on something else, and would find weights of other shapes. So
-    such a step is traced instead; or run, if it runs without a graph and layers have no
-    weights yet.
+    such a step is traced instead; or run, if it runs without a graph and reads values.
 
     This is called inside of the graph of the step, if there is one: outside of it, by
     `tf.init_scope`, no tape would record a gradient.
@@ -44,12 +43,16 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
     is_of_keras = getattr(function, "__module__", "").startswith("keras.")
     if (is_of_keras or is_eager) and _is_complete(model):
         return
-    by_step = _run_once if is_eager else _trace
-    methods = [by_step, _build_by_keras]
-    if is_of_keras or (is_eager and _has_weights(model)):
+    unbuilt = _count_unbuilt(model)
+    methods = [_trace, _build_by_keras]
+    if is_of_keras or (is_eager and not unbuilt):
         methods.reverse()  # runs no Python of the user's step
+    if is_eager:
+        methods.append(_run_once)  # it may read values
     errors = []
     for method in methods:
+        if method is _build_by_keras and is_eager and _count_unbuilt(model) < unbuilt:
+            continue  # what is left is not built by calling the model, either
         try:
             method(model, run, data)
             break
@@ -75,19 +78,21 @@ def holds_unbuilt_optimizers(model: Any) -> bool:
     )
 
 
-def _has_weights(model: Any) -> bool:
-    """Return True if all layers have their variables.
+def _count_unbuilt(model: Any) -> int:
+    """Count the layers that are not built and hold no weight.
 
     A model of which a train step only calls the layers has weights, and is never built.
     """
-    return all(layer.built or layer.weights for layer in private.layers_of(model))
+    layers = private.layers_of(model)
+    return sum(not layer.built and not layer.weights for layer in layers)
 
 
 def _is_complete(model: Any) -> bool:
     """Return True if layers, losses, metrics and optimizers have their variables."""
     compiled = [part for part in private.compiled_parts(model) if part is not None]
     found = [*model.metrics, *compiled, *optimizers_of(model)]
-    return _has_weights(model) and all(getattr(each, "built", True) for each in found)
+    is_built = all(getattr(each, "built", True) for each in found)
+    return is_built and not _count_unbuilt(model)
 
 
 def _build_by_keras(model: Any, _: Any, data: Any) -> None:
