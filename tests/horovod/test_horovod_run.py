@@ -4,45 +4,8 @@ import sys
 
 from launch import launch
 
-_SCRIPT = """
-import sys
-import keras_dist
-import keras_dist.horovod as hvd
-
-def work(path, scale=1):
-    hvd.init()
-    found = [hvd.rank(), hvd.size()]
-    hvd.start_timeline(path, mark_cycles=True)
-    found.append(float(hvd.allreduce(hvd.rank() + 1.0, op=hvd.Sum)) * scale)
-    hvd.stop_timeline()
-    found.append(hvd.is_initialized())
-    hvd.shutdown()
-    found.append(hvd.is_initialized())
-    try:
-        hvd.init()
-    except RuntimeError as error:
-        found.append("was shut down" in str(error))
-    return found
-
-if __name__ == "__main__":
-    print("found", keras_dist.run(work, args=sys.argv[1:], kwargs={"scale": 2}, np=2))
-"""
-
-
-def test_a_function_runs_on_ranks_that_record_a_timeline_and_shut_down(tmp_path):
-    """What each has returned is in rank order; a second `init` is an error."""
-    script, timeline = tmp_path / "script.py", tmp_path / "timeline.json"
-    script.write_text(_SCRIPT)
-    command = [sys.executable, str(script), str(timeline)]
-    env = {"HOROVOD_TIMELINE": "DYNAMIC"}
-    done = launch(command, ranks=None, timeout=200, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    expected = [[rank, 2, 6.0, True, False, True] for rank in range(2)]
-    assert f"found {expected}" in done.stdout
-    assert "ALLREDUCE" in timeline.read_text()
-
-
 _PROCESS_SETS = """
+import sys
 import keras, tensorflow as tf
 import keras_dist.horovod as hvd
 both, one = hvd.ProcessSet([0, 2]), hvd.ProcessSet([1])
@@ -66,18 +29,29 @@ assert added.process_set_id and added.included() == (rank < 2)
 if added.included():
     assert hvd.allgather([rank], process_set=added).numpy().tolist() == [0, 1]
 assert hvd.remove_process_set(added) and added.size() is None
+hvd.start_timeline(sys.argv[1], mark_cycles=True)
 assert float(hvd.allreduce(1.0, op=hvd.Sum)) == 3
-print("all is well")
+hvd.stop_timeline()
+assert hvd.is_initialized()
+hvd.shutdown()
+assert not hvd.is_initialized()
+try:
+    hvd.init()
+except RuntimeError as error:
+    print("all is well" if "was shut down" in str(error) else error)
 """
 
 
-def test_collectives_are_among_the_ranks_of_a_process_set(tmp_path):
-    """Of one that `init` registers, or of one that is added."""
-    script = tmp_path / "script.py"
+def test_process_sets_a_timeline_and_the_end(tmp_path):
+    """Sets that `init` registers or that are added; a second `init` is an error."""
+    script, timeline = tmp_path / "script.py", tmp_path / "timeline.json"
     script.write_text(_PROCESS_SETS)
-    done = launch([sys.executable, str(script)], ranks=3, timeout=120)
+    command = [sys.executable, str(script), str(timeline)]
+    env = {"HOROVOD_TIMELINE": "DYNAMIC"}
+    done = launch(command, ranks=3, timeout=120, env=env)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("all is well") == 3
+    assert "ALLREDUCE" in timeline.read_text()
 
 
 _ALONE = """

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_dist
+from keras_dist import private
 
 NUM_ROWS = 101
 
@@ -21,7 +22,7 @@ class Recording(keras.Sequential):
 
     def train_step(self, data):
         rows = np.asarray(data[0])[:, -1].astype(int).tolist()
-        self.saw(int(self.optimizer.iterations), rows)
+        self.saw(int(private.batches_of(self.optimizer)), rows)
         for layer in self.layers:
             if isinstance(layer, keras.layers.Dropout) and keras_dist.rank() == 1:
                 layer.seed_generator.next()
@@ -29,7 +30,7 @@ class Recording(keras.Sequential):
 
 
 class Dies(keras.callbacks.Callback):
-    """Calls `die` on all ranks after so many updates, or soon after them.
+    """Calls `die` on all ranks after so many steps, or soon after them.
 
     A rank that received SIGTERM makes one more step, so it may call it later.
     """
@@ -41,8 +42,27 @@ class Dies(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         # No attribute is set here: it would be saved, and restored in the next launch.
-        if self.updates and int(self.model.optimizer.iterations) >= self.updates:
+        done = int(private.batches_of(self.model.optimizer))
+        if self.updates and done >= self.updates:
             self.die()
+
+
+class Counts(keras.layers.Layer):
+    """Counts the rows that all ranks have trained on."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(
+            initializer="zeros", trainable=False, aggregation="sum"
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.rows.assign_add(float(x.shape[0]))
+        return x
+
+
+class OwnStatistics(keras_dist.AverageStatistics):
+    """One of the user's own, which is found by what it is, not by its name."""
 
 
 def rows_of_all():
@@ -58,7 +78,8 @@ def make_model(seed, *, is_equivalent=False, is_small=False):
 
     Args:
         seed: Of the weights that a training from the beginning starts from.
-        is_equivalent: Without layers that depend on how rows are sharded.
+        is_equivalent: Without layers that depend on how rows are sharded; with a
+            counter of rows, and updates after every second step.
         is_small: Without all of that: a step of it takes a quarter of the time.
     """
     keras.utils.set_random_seed(seed)
@@ -77,13 +98,15 @@ def make_model(seed, *, is_equivalent=False, is_small=False):
         [
             keras.layers.Rescaling([1.0] * 5 + [0.0]),
             keras.layers.Dense(8, activation="tanh"),
-            *([] if is_equivalent else not_equivalent),
+            *([Counts()] if is_equivalent else not_equivalent),
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )
     schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9)
     model.compile(
-        keras.optimizers.Adam(schedule),
+        keras.optimizers.Adam(
+            schedule, gradient_accumulation_steps=2 if is_equivalent else None
+        ),
         "binary_crossentropy",
         metrics=["accuracy", keras.metrics.AUC(name="auc")],
         run_eagerly=True,
@@ -226,7 +249,7 @@ def train(
     )
     x, y = rows_of_all()
     object.__setattr__(model, "saw", saw)
-    callbacks = [Dies(dies, die)]
+    callbacks = [Dies(dies, die), *[OwnStatistics()] * is_equivalent]
     given = {"batch_size": 6, "epochs": 3, "lr_scaling": "sqrt", "verbose": 0}
     if not is_small:
         # No epoch improves by `min_delta`: training stops after the third one.
