@@ -229,7 +229,6 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
                 {"steps_per_epoch": 4},
                 f"{begins} `steps_per_epoch` with batches",
             ),
-            (as_filtered, {}, f"{begins} its data has no known position"),
         ]
     ):
         if as_data is Steady and keras_dist.size() == 1:
