@@ -7,8 +7,7 @@
 - `transport`: the only file that imports Horovod; one thin function per collective
 - `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
-  too
-- `compressed`: allreduce in float16 or bfloat16
+  too, also in float16 or bfloat16
 - `agreement`: raise an error of one rank on all ranks; compare values between ranks; a
   block that the first rank runs before the others
 - `signed`: sign pickled messages, so that only those of this job are unpickled
@@ -30,11 +29,11 @@ from keras_dist.comm.collectives import (
     name_of,
     sendable,
     sum,
+    sum_compressed,
     sum_tensors,
     to_array,
     total,
 )
-from keras_dist.comm.compressed import sum_compressed
 from keras_dist.comm.devices import Device
 from keras_dist.comm.runtime import (
     device,
