@@ -105,6 +105,24 @@ def test_the_optimizer_is_of_its_class_and_its_config_goes_round():
     assert int(given.iterations) == 1 and int(optimizer.iterations) == 0
 
 
+def test_dist_fit_takes_an_optimizer_of_this_module():
+    """It averages by rows, as with a plain one; batches are not added up twice."""
+    given = {"batch_size": 10, "shuffle": False, "verbose": 0}
+    models = []
+    for wrap in (lambda plain: plain, hvd.DistributedOptimizer):
+        models.append(make())
+        models[-1].compile(wrap(keras.optimizers.SGD(0.05)), "mse")
+        keras_dist.dist_fit(models[-1], *rows_of(0, count=23), **given)
+    assert_close(*models)
+    assert_equal_on_all(models[0])
+    summed = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.05), backward_passes_per_step=2
+    )
+    models[0].compile(summed, "mse")
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        keras_dist.dist_fit(models[0], *rows_of(0), **given)
+
+
 def test_state_of_a_given_optimizer_is_kept():
     """Momentum and the number of updates."""
     model = make()
