@@ -14,11 +14,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.callbacks.average_statistics import AverageStatistics
-from keras_dist.callbacks.broadcast_variables import (
-    BroadcastVariables,
-    build_optimizers,
-    state_variables,
-)
+from keras_dist.callbacks.broadcast_variables import build_optimizers, state_variables
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
 from keras_dist.checkpoint.states import CallbackStates
@@ -26,8 +22,9 @@ from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
 from keras_dist.lines import say, warn
 from keras_dist.setup.fit_setup import FitSetup
-from keras_dist.training import step
+from keras_dist.training import build
 from keras_dist.training.session import session_of
+from keras_dist.training.step import own_train_step
 
 # The exit code of a process that was asked to end and has saved: EX_TEMPFAIL of
 # sysexits.h, "try again".
@@ -118,7 +115,7 @@ class Saver(keras.callbacks.Callback):
         super().__init__()
         self._resume, self._setup, self._feed = resume, setup, setup.training
         self._saves_within = setup.saves_within_epochs
-        self._callbacks, self._states = callbacks, CallbackStates(callbacks)
+        self._states = CallbackStates(callbacks)
         seconds = resume.save_seconds if self._saves_within else None
         self._requests = SaveRequests(seconds)
         self._thread = futures.ThreadPoolExecutor(1)
@@ -311,25 +308,21 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_unstarted(self) -> None:
         """Restore the model at once, because no epoch is left and so no first step."""
+        model, session = self.model, session_of(self.model)
+        if model.built:
+            build_optimizers(model)
+            build.start_traced(model, session)
+            return
         with comm.together():
-            self._build()
-        self._restore_shared()
-        for callback in self._callbacks:
-            if isinstance(callback, BroadcastVariables):
-                callback.broadcast()
-        self._restore_own()
-
-    def _build(self) -> None:
-        """Build the model and its optimizers without a step."""
-        if not self.model.built:
             if self._feed.division is None:
                 raise ValueError(
                     "The training is finished, and there is no data to build the model "
                     "from before it is restored. Received: a model that is not built. "
                     "Build it before, for example with an `Input` as its first layer."
                 )
-            step.build_now(self.model, Source(self._feed.data).first(1)[0])
-        build_optimizers(self.model)
+            data = Source(self._feed.data).first(1)[0]
+        own_step, is_eager = own_train_step(model), model.run_eagerly
+        build.start(model, session, data, own_step, is_eager=is_eager)
 
 
 @contextlib.contextmanager

@@ -26,16 +26,6 @@ from keras_dist.training.remember import preserve_variables
 from keras_dist.training.session import Session, session_of
 
 
-def build_now(model: Any, data: Any) -> None:
-    """Build `model`, its metrics and its optimizers without a step.
-
-    Args:
-        model: A model on which `install` was called.
-        data: Its first batch.
-    """
-    build.build(model, own_train_step(model), data, is_eager=model.run_eagerly)
-
-
 class DistributedStep:
     """Mixin for a model: the methods that Keras's loops call, on many ranks."""
 
