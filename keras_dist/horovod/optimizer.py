@@ -181,64 +181,50 @@ class AppliesLikeHorovod:
         grads, passes = list(grads), self._passes
         known = optimizer.variables_of(self, trainable_variables)
         present = [gradient for gradient in grads if gradient is not None]
+        context = step_context.current()
         if present and all(map(is_reduced, present)):
-            context = replace(step_context.current(), is_averaged=True)
-            with step_context.entered(context):
+            with step_context.entered(replace(context, is_averaged=True)):
                 return apply(grads, trainable_variables)
-        if passes.is_dense or passes.number > 1:
-            pairs = zip(grads, known, strict=True)
-            grads = [
-                g if g is None else _to_dense(g, variable) for g, variable in pairs
-            ]
+        if passes.number == 1 and not passes.is_dense:
+            return apply(grads, trainable_variables)
+        grads = [
+            g if g is None else tf.convert_to_tensor(optimizer.with_shape(g, variable))
+            for g, variable in zip(grads, known, strict=True)
+        ]
         if passes.number == 1:
             return apply(grads, trainable_variables)
-        context = step_context.current()
         if step_context.is_inside() and not context.is_averaged:
             raise ValueError(
                 "`dist_fit` does not add up batches as Horovod does. Received: "
                 f"backward_passes_per_step={passes.number}. Give Keras's optimizer "
                 "`gradient_accumulation_steps` instead."
             )
-        return _add(self, grads, known, apply, trainable_variables)
+        return _add(self, grads, known, apply)
 
 
-def _to_dense(gradient: Any, variable: Any) -> Any:
-    return tf.convert_to_tensor(optimizer.with_shape(gradient, variable))
-
-
-def _add(
-    own: Any,
-    gradients: list[Any],
-    variables: list[Any],
-    apply: Any,
-    trainable_variables: Any,
-) -> None:
+def _add(own: Any, gradients: list[Any], known: list[Any], apply: Any) -> None:
     """Add a batch's gradients to those before; average and update if it is time."""
     passes: Passes = own._passes
+    pairs = [p for p in zip(gradients, known, strict=True) if p[0] is not None]
+    variables = [variable for _, variable in pairs]
     with tf.init_scope():
         if not own.built:
-            own.build(variables)
+            own.build(known)
         if passes.count is None:
             passes.count = tf.Variable(0, trainable=False)
-        for gradient, variable in zip(gradients, variables, strict=True):
-            if gradient is not None and id(variable) not in passes.sums:
+        for gradient, variable in pairs:
+            if id(variable) not in passes.sums:
                 zeros = tf.zeros(tuple(variable.shape), gradient.dtype)
                 passes.sums[id(variable)] = tf.Variable(zeros, trainable=False)
-    sums = [
-        None if gradient is None else passes.sums[id(variable)]
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
-    for own_sum, gradient in zip(sums, gradients, strict=True):
-        if own_sum is not None:
-            own_sum.assign_add(gradient)
+    sums = [passes.sums[id(variable)] for variable in variables]
+    for own_sum, (gradient, _) in zip(sums, pairs, strict=True):
+        own_sum.assign_add(gradient)
     divisor = passes.number if passes.is_mean else 1
 
     def make_update() -> Any:
-        added = [None if s is None else s.value() / divisor for s in sums]
-        apply(added, trainable_variables)
+        apply([own_sum.value() / divisor for own_sum in sums], variables)
         for own_sum in sums:
-            if own_sum is not None:
-                own_sum.assign(tf.zeros_like(own_sum))
+            own_sum.assign(tf.zeros_like(own_sum))
         passes.count.assign(0)
         return tf.constant(True)
 
