@@ -1,16 +1,15 @@
 """Collectives, ranks and devices: the only part of the package that uses Horovod.
 
-- `world`: rank, size, local rank and local size, read from the launcher's variables;
-  how tasks of SLURM meet that no launcher of ours has started
+- `world`: rank, size, local rank and local size, as the launcher says them
 - `devices`: choose the GPU of this rank, or its CPU threads and cores
 - `runtime`: `init`; state of this process: its device, and its link to the other ranks
+- `rendezvous`: the ranks meet at the address of the first one
 - `transport`: the only file that imports Horovod; one thin function per collective
 - `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
   too, also in float16 or bfloat16
 - `agreement`: raise an error of one rank on all ranks; compare values between ranks; a
   block that the first rank runs before the others
-- `signed`: sign pickled messages, so that only those of this job are unpickled
 """
 
 from keras_dist.comm.agreement import (
@@ -34,7 +33,6 @@ from keras_dist.comm.collectives import (
     to_array,
     total,
 )
-from keras_dist.comm.devices import Device
 from keras_dist.comm.runtime import (
     device,
     init,
@@ -45,10 +43,9 @@ from keras_dist.comm.runtime import (
     prepare,
     rank,
     size,
-    start,
     stop,
     transport_name,
     world_of_job,
 )
-from keras_dist.comm.transport import explained, waiting
+from keras_dist.comm.transport import explained
 from keras_dist.comm.world import World

@@ -14,7 +14,6 @@ and *scale* its rate while it updates.
 """
 
 from keras_dist.optimizer.accumulation import (
-    accumulates,
     is_between_updates,
     move_to_first_rank,
     own_sums,
@@ -31,7 +30,6 @@ from keras_dist.optimizer.attach import (
     is_distributed,
     move_to_outermost,
     only_attached,
-    update,
 )
 from keras_dist.optimizer.nested import (
     leaves,
@@ -50,7 +48,6 @@ from keras_dist.optimizer.rate import (
 )
 from keras_dist.optimizer.reduce import (
     Averaging,
-    AveragingState,
     explain_updates,
     reduce_gradients,
 )
