@@ -235,8 +235,12 @@ class UserCallbacks(keras.callbacks.Callback):
             yield
             return
         token = _is_alone.set(True)
-        # The next random numbers have to be the same on all ranks.
-        with session_of(self.model).on_this_rank(), preserve_generators():
+        with (
+            session_of(self.model).on_this_rank(),
+            comm.without_collectives(),
+            # The next random numbers have to be the same on all ranks.
+            preserve_generators(),
+        ):
             try:
                 yield
             finally:

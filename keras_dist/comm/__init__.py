@@ -45,6 +45,7 @@ from keras_dist.comm.runtime import (
     size,
     stop,
     transport_name,
+    without_collectives,
     world_of_job,
 )
 from keras_dist.comm.transport import explained

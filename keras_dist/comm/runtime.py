@@ -188,10 +188,11 @@ def connection() -> tuple[ModuleType | None, World]:
     world, link = start(), _runtime.link
     if world.size > 1 and _is_forbidden.get():
         raise RuntimeError(
-            "The ranks run a block of `first_rank()` one after the other, so that no "
-            f"collective can be in it. Received: a collective on rank {world.rank}. "
-            "Call it (`dist_fit`, `gather`, `DistributedModel.evaluate`) before or "
-            "after the block."
+            "Other ranks do not run this block of `first_rank()`, or this callback of "
+            "the first rank only, at the same time: no collective can be in it. "
+            f"Received: a collective on rank {world.rank}. Call it (`dist_fit`, "
+            "`gather`, `DistributedModel.evaluate`) before or after the block, or in a "
+            "callback of all ranks."
         )
     if world.size > 1 and is_child_of_rank():
         raise RuntimeError(

@@ -158,6 +158,19 @@ def test_a_marked_callback_runs_on_the_first_rank_only(world, rows, make_model):
 
 
 @several_ranks
+def test_a_collective_in_a_callback_of_one_rank_is_an_error_on_all(rows, make_model):
+    """The others would not come to it."""
+
+    class Gathers(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            keras_dist.gather(epoch)
+
+    marked = keras_dist.first_rank_only(Gathers())
+    for _, message in raised(lambda: fit(make_model(), rows, marked, epochs=1)):
+        assert "no collective can be in it" in message
+
+
+@several_ranks
 def test_ranks_may_be_given_different_callbacks(world, rows, make_model, folder):
     """As in scripts with `if rank == 0`: a reader still waits for the writer."""
 
