@@ -108,8 +108,6 @@ class Folder:
         os.makedirs(self.path, exist_ok=True)
         with self._new_part() as file:
             file.write(b"\0" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
         os.remove(self.part)
 
     def newest(self) -> tuple[Any, list[str]]:
@@ -156,8 +154,6 @@ class Folder:
         """
         with self._new_part() as file:
             write(file, value)
-            file.flush()
-            os.fsync(file.fileno())
         number = self.number + 1
         os.replace(self.part, self.file(number))
         _sync_folder(self.path)
@@ -185,12 +181,14 @@ class Folder:
 
     @contextlib.contextmanager
     def _new_part(self) -> Iterator[BinaryIO]:
-        """Context manager that opens the part; an error in it removes the file."""
+        """Context manager that writes the part to the disk; an error removes it."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.part)  # a link is never followed
             with open(self.part, "x+b") as file:
                 yield file
+                file.flush()
+                os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
                 os.remove(self.part)
