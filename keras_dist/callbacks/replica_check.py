@@ -14,6 +14,9 @@ from keras_dist.lines import warn
 
 Action = Literal["raise", "resync"]
 
+# A message names at most so many variables.
+_SHOWN = 5
+
 
 class ReplicaCheck(keras.callbacks.Callback):
     """Compares the weights and the optimizer's state of all ranks, bit by bit.
@@ -122,7 +125,10 @@ class ReplicaCheck(keras.callbacks.Callback):
         comm.broadcast_variables([variables[n] for n in differing], root)
 
     def _message(self, paths: list[str], is_other: Any, root: int) -> str:
-        also = f"; {len(paths) - 1} more differ" if len(paths) > 1 else ""
+        others = [f"`{path}`" for path in paths[1:_SHOWN]]
+        if more := len(paths) - 1 - len(others):
+            others.append(f"and {more} more")
+        also = f"; nor are {', '.join(others)}" if others else ""
         if self.action == "resync":
             advice = f"They are copied from rank {root} to all."
         else:
