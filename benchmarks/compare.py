@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -60,6 +59,7 @@ SAME_BATCH = {
     "one process": Stack("same_batch.py", "one", "python", ranks=1),
     "MirroredStrategy": Stack("same_batch.py", "mirrored", "python", ranks=1),
     "keras.distribution on JAX": Stack("same_batch.py", "jax", "python", ranks=1),
+    "keras.distribution on PyTorch": Stack("same_batch.py", "torch", "torch"),
 }
 
 # Memory of a rank, and seconds until its first step: each in processes of its own.
@@ -79,7 +79,7 @@ def make_environments() -> None:
         "keras2": ["--no-deps", f"tf-keras=={version}.*"],
         "plot": ["matplotlib"],
         "jax": ["jax==0.10.2"],
-        "torch": ["torch==2.13.0", "numpy"],
+        "torch": ["torch==2.13.0", "numpy", "keras-nightly==3.16.0.dev2026102704"],
     }.items():
         target = ENVIRONMENTS / folder
         if not target.is_dir():
@@ -101,10 +101,10 @@ def run(stack: Stack, options: list[str]) -> dict[tuple[str, str], list[dict]]:
     ranks, env = stack.ranks, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     # Ours chooses for itself.
-    if stack.script not in ("keras3.py", "same_batch.py") and ranks > 1:
+    if ranks > 1 and (stack.launcher == "torch" or stack.script == "keras2.py"):
         env["OMP_NUM_THREADS"] = threads
-    paths = {"keras2.py": "keras2", "torch_ddp.py": "torch"}
-    folder = "jax" if stack.method == "jax" else paths.get(stack.script)
+    paths = {"horovod": "keras2", "multiworker": "keras2", "ddp": "torch"}
+    folder = {"jax": "jax", "torch": "torch", **paths}.get(stack.method)
     path = [str(ENVIRONMENTS / folder)] if folder else []
     if stack.script == "keras2.py":
         env["TF_USE_LEGACY_KERAS"] = "1"
@@ -168,8 +168,7 @@ def _variables_of_ranks(stack: Stack, ranks: int) -> list[dict[str, str]]:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
@@ -230,15 +229,6 @@ def speeds(
                 stack = name if part == "own" else table[name].twin
                 rates[model][stack].append(rate_of(ranks))
                 print(number + 1, stack, model, rates[model][stack][-1], flush=True)
-    for model, found in rates.items():
-        medians = {name: statistics.median(values) for name, values in found.items()}
-        print(model, {name: round(value) for name, value in medians.items()})
-        if "keras_dist" in found:
-            ratio = report.ratio(found, "keras_dist", "ceiling")
-            print(
-                f"  of the ceiling: {ratio.median:.3f} ({ratio.low:.3f} to "
-                f"{ratio.high:.3f})"
-            )
     return rates
 
 

@@ -121,10 +121,11 @@ def _table(found: Mapping[str, Sequence[float]]) -> str:
 
 
 _SAME_BATCH = """256 rows, and the script of one process: two ranks by
-`batch="global"`, each of which computes 128; and in one process, with all cores, plain
+`batch="global"`, each of which computes 128; in one process, with all cores, plain
 `model.fit`, `MirroredStrategy` on two logical devices, and `keras.distribution` on two
-devices of JAX, which compiles the step by XLA. Rows per second, and in brackets the
-ratio to plain `model.fit` in the same round. –: JAX's runtime ended the process.
+devices of JAX, which compiles the step; on two processes, each given its half of the
+rows, `keras.distribution` on keras-nightly's torch backend. Rows per second, and in
+brackets the ratio to plain `model.fit` in the same round. –: the process ended.
 """
 
 
