@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -183,19 +182,6 @@ def test_nccl_is_found_at_run_time_in_its_own_folder():
     assert env["HOROVOD_NCCL_HOME"] == "/t/nccl"
     assert env["PATH"].split(":")[:2] == ["/t/tools/bin", "/usr/local/cuda/bin"]
     assert "rpath" not in environment()["LDFLAGS"]
-
-
-def test_a_wheel_finds_nccls_wheel_wherever_both_are_installed():
-    """Not where it was at the build: its place is named as seen from the library."""
-    packages = Path(sysconfig.get_path("platlib"))
-    wheel = facts.Nccl(packages, packages / "nvidia/nccl/lib/libnccl.so.2")
-    env = environment(facts.Choice(nccl=True), nccl=wheel)
-    run_path = shlex.split(env["LDFLAGS"])[-1].removeprefix("-Wl,-rpath,")
-    library = packages / "horovod" / "tensorflow"
-    assert str(packages) not in run_path
-    assert Path(os.path.normpath(run_path.replace("$ORIGIN", str(library)))) == (
-        packages / "nvidia/nccl/lib"
-    )
 
 
 def test_the_linker_gets_nccl_under_a_name_that_it_knows(tmp_path):
