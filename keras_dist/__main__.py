@@ -69,6 +69,7 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--if-needed",
+        dest="only_if_needed",
         action="store_true",
         help="do nothing if a Horovod for this TensorFlow is installed",
     )
@@ -88,13 +89,8 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
 
 
 def _install_horovod(options: argparse.Namespace) -> int:
-    install_horovod(
-        mpi=options.mpi,
-        nccl=options.nccl,
-        only_if_needed=options.if_needed,
-        wheel_dir=options.wheel_dir,
-        find_links=options.find_links,
-    )
+    names = ("mpi", "nccl", "only_if_needed", "wheel_dir", "find_links")
+    install_horovod(**{name: getattr(options, name) for name in names})
     return 0
 
 

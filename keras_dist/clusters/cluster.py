@@ -60,11 +60,6 @@ class Cluster(ABC):
         """
 
 
-def name_numbers(form: str) -> list[str]:
-    """Return the names of Horovod's variables, and of Open MPI's."""
-    return [form.format(name) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-
-
 class NumberVariables(Cluster):
     """A launcher with a variable for each number of a rank."""
 

@@ -3,14 +3,19 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import NumberVariables, name_numbers
+from keras_dist.clusters.cluster import NumberVariables
 
 
 class OpenMpi(NumberVariables):
     """`mpirun` of Open MPI."""
 
     name: ClassVar[str] = "mpirun (Open MPI)"
-    variables = name_numbers("OMPI_COMM_WORLD_{}")
+    variables = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
 
 
 class Mpich(NumberVariables):

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from keras_dist.clusters.cluster import Cluster, Place
 
-_VARIABLE = "TF_CONFIG"
-
 
 class TfConfig(Cluster):
     """A cluster of workers, and of a chief where there is one, which is rank 0."""
@@ -15,16 +13,16 @@ class TfConfig(Cluster):
     name: ClassVar[str] = "TF_CONFIG"
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
-        text = environ.get(_VARIABLE, "")
+        text = environ.get("TF_CONFIG", "")
         return bool(text) and len(_parse(text)[0]) > 1
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        workers, task = _parse(environ[_VARIABLE])
+        workers, task = _parse(environ["TF_CONFIG"])
         key = task.get("type"), task.get("index")
         if key not in workers:
             raise ValueError(
                 "This process is not one of the workers that train. Received: the task "
-                f"{task} in {_VARIABLE}, with the ranks {list(workers)}. There are "
+                f"{task} in TF_CONFIG, with the ranks {list(workers)}. There are "
                 "no parameter servers and no evaluator here: start workers alone, of "
                 "which one may be the chief."
             )
@@ -39,7 +37,7 @@ class TfConfig(Cluster):
             local_size=hosts.count(hosts[rank]),
             address=address,
             port=int(port),  # which TensorFlow does not use here
-            variables=(_VARIABLE,),
+            variables=("TF_CONFIG",),
         )
 
 

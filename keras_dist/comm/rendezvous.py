@@ -12,27 +12,16 @@ import re
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
-from keras_dist.launch.hosts import (
-    find_address_towards,
-    interface_variables,
-    is_loopback,
-)
 from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.monitor.end_note import stay_for_readers
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
-from keras_dist.launch.store import (
-    Slot,
-    Store,
-    StoreClient,
-    make_slots,
-    store_variables,
-)
+from keras_dist.launch.store import make_slots
 
 # Seconds in which all ranks have to come.
 _TIMEOUT = 120.0
@@ -64,34 +53,20 @@ def meet(place: Place) -> None:
 
 
 def _meet(place: Place, secret: str) -> dict[str, str]:
-    is_node = place.launcher == Slurm.name
-    address = _resolve_node(place.address) if is_node else place.address
+    if place.launcher == Slurm.name:
+        place = replace(place, address=_resolve_node(place.address))
+    name, is_alone = socket.gethostname(), place.local_size == place.size
     if place.rank == 0:
-        is_alone = place.local_size == place.size
-        Store(secret, address, place.port, is_alone=is_alone)  # ends with this process
         atexit.register(stay_for_readers)  # runs after Horovod's
-    client, name = StoreClient(address, place.port, secret), socket.gethostname()
 
     def number(ranks: Sequence[Any]) -> dict[str, Any]:
-        slots = make_slots([(host, local, size) for host, local, size, _ in ranks])
-        addresses = [address for *_, address in ranks]
-        return {"slots": list(map(asdict, slots)), "addresses": addresses}
+        return {"slots": make_slots(ranks)}
 
     with Meeting(
-        client, place.rank, place.size, kind="rank", name=name, timeout=_TIMEOUT
+        place, secret, kind="rank", name=name, timeout=_TIMEOUT, is_alone=is_alone
     ) as ranks:
-        own, reached = client.ends
-        here = [name, place.local_rank, place.local_size, own]
-        start = ranks.join(here, number)
-    if is_loopback(own):  # rank 0 reaches itself so; others reach it by another
-        others = [each for each in start["addresses"] if not is_loopback(each)]
-        own = find_address_towards(others[0]) if others else own
-    return {
-        **store_variables(reached, place.port, secret),
-        **Slot(**start["slots"][place.rank]).variables(),
-        **interface_variables(own),
-        SECRET: derive_secret(secret, f"ranks {ranks.nonce}"),
-    }
+        found = ranks.join([name, place.local_rank, place.local_size], number)
+    return {**ranks.rank_variables(), **found["slots"][place.rank]}
 
 
 def _resolve_node(node: str) -> str:

@@ -6,8 +6,7 @@
 - `meeting`: what the launchers, or ranks of other launchers, give each other
 - `ssh`: types the command on hosts that the user has named
 - `store`, `signing`: the job's key-value store, its client, and the numbers of ranks
-- `ranks`: the ranks of one host: start them, watch them, end them
-- `processes`: all processes of a job, and the signals that stop it
+- `ranks`: the ranks of one host: start them, watch them, end all they have started
 - `output`: what the ranks print, passed on to the terminal or to files
 - `failures`: what became of each rank, and the message about the first cause
 - `hosts`: names and addresses of hosts, GPUs

@@ -18,7 +18,7 @@ from keras_dist.launch.hosts import (
 )
 from keras_dist.launch.job import run_job
 from keras_dist.launch.monitor.rank_process import DISTRIBUTE, end_with
-from keras_dist.launch.monitor.watchdog import VARIABLE, read_limit
+from keras_dist.launch.monitor.watchdog import set_limit
 from keras_dist.launch.ranks import Command, dry_run_text, parse_command
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import read_environment, run_by_ssh
@@ -224,8 +224,7 @@ def _read_secret(place: Place) -> str:
 def _make_command(words: Sequence[str], options: argparse.Namespace) -> Command:
     """Return the command of the ranks, and set the variables that options stand for."""
     kind, words = ("module", words) if options.module else parse_command(words)
-    if options.stall_limit is not None:
-        os.environ[VARIABLE] = str(read_limit(options.stall_limit))
+    set_limit(options.stall_limit)
     if options.distribute:
         if kind == "program":
             raise ValueError(

@@ -1,17 +1,12 @@
 """What became of the ranks, and the message about the first cause."""
 
 import contextlib
-import json
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from keras_dist.launch.hosts import ranks_in_words
-from keras_dist.launch.monitor.record import RankPosition
 
 # Seconds of silence after which a host is lost. A shorter outage does no harm: what
 # Gloo has sent waits in the kernel.
@@ -46,40 +41,6 @@ class RankEnd:
     text: str = ""
     is_secondary: bool = False
     is_saved: bool = False
-
-
-def find_end(
-    rank: int,
-    returncode: int | None,
-    *,
-    position: RankPosition,
-    path: str | os.PathLike[str],
-    time: float,
-) -> RankEnd:
-    """Return what has become of a rank so far.
-
-    Args:
-        rank: The rank.
-        returncode: Return code of its process, as of `subprocess`; `None` while it
-            runs.
-        position: Where it is, or was last.
-        path: Beginning of the paths of its report files.
-        time: When it ended.
-    """
-    end = RankEnd(rank, str(position), returncode)
-    # A rank that has written its report may still run, or be ended before its exit.
-    if report := _read(f"{path}.json"):
-        return RankEnd(rank, end.where, **json.loads(report))
-    if returncode is None:
-        return end
-    if returncode == 0:
-        epoch = f"epoch {position.epoch + 1} while others were training"
-        summary = f"ended with no error in {epoch}" if position.phase else ""
-    else:
-        summary = _describe_code(returncode)
-    code = returncode if returncode >= 0 else 128 - returncode
-    text = _read(f"{path}.crash") + f"It {summary}."
-    return RankEnd(rank, end.where, code, time, summary, text)
 
 
 @dataclass(frozen=True)
@@ -125,13 +86,13 @@ def describe_failure(
     failures = sorted(filter(lambda end: end.code, ends), key=lambda end: end.time)
     primary = [end for end in failures if not end.is_secondary]
     primary += [end for end in ends if end.code == 0 and end.summary]
-    lost = [host for host, report in zip(hosts, reports, strict=True) if report is None]
-    causes = [
-        f"host {name} has not responded for {LOST_SECONDS:g} s ({ranks_in_words(r)})."
-        for name, r in lost
-    ]
-    for (name, _), report in zip(hosts, reports, strict=True):
-        if report and report.error:
+    causes: list[str] = []
+    for (name, ranks), report in zip(hosts, reports, strict=True):
+        if report is None:
+            seconds, lost = LOST_SECONDS, ranks_in_words(ranks)
+            text = f"host {name} has not responded for {seconds:g} s ({lost})."
+            causes.insert(0, text)
+        elif report.error:
             where = f"no ranks could be run on {name}: " if len(hosts) > 1 else ""
             causes.append(where + report.error)
 
@@ -170,23 +131,3 @@ def print_message(text: str) -> None:
     """
     with contextlib.suppress(OSError, ValueError):  # the screen was closed
         print(text, file=sys.stderr, flush=True)
-
-
-def _describe_code(returncode: int) -> str:
-    """Return how a rank ended that wrote no report."""
-    if returncode > 0:
-        return f"ended with exit code {returncode}, and without a Python error"
-    try:
-        text = f"was ended by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"was ended by signal {-returncode}"
-    if returncode == -signal.SIGKILL:
-        text += ", as the kernel does when memory runs out (dmesg then says so)"
-    return text
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""

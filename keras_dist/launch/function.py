@@ -57,26 +57,22 @@ def run(
         _write(Path(folder) / _CALL, (function, tuple(args), dict(kwargs or {})))
         command = [sys.executable, "-m", "keras_dist", "run", "-np", str(np)]
         command += ["--with-parent", str(os.getpid()), "-m", __name__, folder]
-        _wait(command)
+        # The ranks can import what this process can import.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()  # until all ranks have ended
+            raise
+        if code:
+            raise RuntimeError(
+                "A rank has failed; its own error was printed above. "
+                f"Received: exit code {code}."
+            )
         results = (Path(folder) / _RESULT.format(rank=rank) for rank in range(np))
         return [pickle.loads(result.read_bytes()) for result in results]
-
-
-def _wait(command: Sequence[str]) -> None:
-    # The ranks can import what this process can import.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
-    try:
-        code = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()  # until all ranks have ended
-        raise
-    if code:
-        raise RuntimeError(
-            "A rank has failed; its own error was printed above. "
-            f"Received: exit code {code}."
-        )
 
 
 def _write(path: Path, value: Any) -> None:

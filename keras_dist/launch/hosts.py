@@ -6,8 +6,6 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 LOOPBACK = "127.0.0.1"
 
 # A host name or an address, maybe with a user before it. What begins with `-` would be
@@ -23,9 +21,6 @@ def check_host(name: str, *, source: str) -> None:
 
     >>> for name in ("a", "me@node-1.cluster", "10.0.0.1", "fe80::1%eth0"):
     ...     check_host(name, source="-H")
-
-    Raises:
-        ValueError: If no host has such a name.
     """
     if not _HOST.fullmatch(name):
         raise ValueError(
@@ -41,10 +36,6 @@ def parse_hosts(argument: str, num_ranks: int | None) -> dict[str, int]:
 
     >>> parse_hosts("a:2,b:2", 3)
     {'a': 2, 'b': 1}
-
-    Raises:
-        ValueError: If `argument` has another form, a name that no host has, or fewer
-            slots than ranks.
     """
     result: dict[str, int] = {}
     left = num_ranks
@@ -72,9 +63,6 @@ def read_hostfile(path: str | os.PathLike[str]) -> str:
 
     A line for each host is `NAME slots=N`. Empty lines, and what stands behind a `#`,
     do not count.
-
-    Raises:
-        ValueError: If a line has another form.
     """
     hosts = []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
@@ -95,9 +83,6 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
     >>> parse_endpoint("a:29401")
     ('a', 29401)
-
-    Raises:
-        ValueError: If it has another form.
     """
     address, _, port = text.partition(":")
     if not address or not port.isdecimal():
@@ -129,11 +114,7 @@ def is_loopback(address: str) -> bool:
 
 
 def find_address_towards(host: str) -> str:
-    """Return the address of this host on the network that leads to another host.
-
-    Raises:
-        ValueError: If the other host is not known, or cannot be reached.
-    """
+    """Return the address of this host on the network that leads to another host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host.rpartition("@")[2], 9))  # sends nothing
@@ -152,6 +133,8 @@ def addresses() -> dict[str, str]:
     >>> addresses()["lo"]
     '127.0.0.1'
     """
+    import psutil  # noqa: PLC0415 - `install-horovod` may run before it is there
+
     return {
         name: each.address
         for name, all_addresses in psutil.net_if_addrs().items()
@@ -165,9 +148,6 @@ def interface_variables(address: str) -> dict[str, str]:
 
     >>> interface_variables("127.0.0.1")["HOROVOD_GLOO_IFACE"]
     'lo'
-
-    Raises:
-        ValueError: If no interface has this address.
     """
     for name, found in addresses().items():
         if found == address:

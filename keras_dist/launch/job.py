@@ -4,7 +4,6 @@ All launchers run the same lines: each runs the ranks of its host, and gives the
 its report. The first one makes the verdict of the reports of all.
 """
 
-import contextlib
 import io
 import itertools
 import os
@@ -12,28 +11,30 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from signal import SIGHUP, SIGUSR1
 from typing import Any
 
 from keras_dist.clusters import Place
-from keras_dist.launch import processes
 from keras_dist.launch.failures import (
     Report,
     describe_failure,
     parse_report,
     print_message,
 )
-from keras_dist.launch.hosts import interface_variables, is_loopback
 from keras_dist.launch.meeting import Interrupted, Meeting
 from keras_dist.launch.monitor.rank_process import SEED
-from keras_dist.launch.processes import is_saving
-from keras_dist.launch.ranks import RESTART, Command, run_ranks
-from keras_dist.launch.signing import VARIABLE as SECRET
-from keras_dist.launch.signing import derive_secret
-from keras_dist.launch.store import Store, StoreClient, assign_ranks, store_variables
+from keras_dist.launch.ranks import (
+    RESTART,
+    SAVING,
+    Command,
+    note_signals,
+    reaper,
+    run_ranks,
+)
+from keras_dist.launch.store import assign_ranks
 
 # Seconds in which all hosts have to come; and in which a command that ssh has started
 # has to reach the first host.
@@ -72,55 +73,34 @@ def run_job(
         ValueError: If the hosts cannot meet.
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    address, port = place.address, place.port
     job, others = secrets.token_hex(8), [SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
-    with (
-        processes.reaper(job),  # is forked, so before the first thread
-        contextlib.ExitStack() as stack,
-    ):
-        stopped = processes.note_signals(*others)
+    with reaper(job):  # is forked, so before the first thread
+        stopped = note_signals(*others)
         if over_ssh:
             threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
-        if place.rank == 0:
-            store = Store(secret, address, port, is_alone=place.size == 1)
-            stack.callback(store.close)
-            address, port = store.address, store.port
-        client = StoreClient(address, port, secret)
         meeting = Meeting(
-            client,
-            place.rank,
-            place.size,
+            place,
+            secret,
             kind="host",
             name=name,
             timeout=_SSH_TIMEOUT if over_ssh and place.rank else _TIMEOUT,
+            is_alone=place.size == 1,
             stopped=stopped,
         )
         try:
-            stack.enter_context(meeting)
-            own, reached = client.ends
-            hosts = meeting.join(
-                [name, num_ranks, reached],
-                lambda descriptions: {"hosts": descriptions},
-            )["hosts"]
+            with meeting:
+                hosts = meeting.join([name, num_ranks], lambda all_: {"hosts": all_})
+                ends = itertools.accumulate(count for _, count in hosts["hosts"])
+                ranks = [
+                    (name, range(end - count, end))
+                    for (name, count), end in zip(hosts["hosts"], ends, strict=True)
+                ]
+                host = _Host(meeting, ranks, place.rank, restarts, over_ssh)
+                return host.run(command, job)
         except Interrupted:
             number = meeting.signals.get(place.rank) or meeting.signals[0]
             print_message(_describe_stop(number))
             return 128 + number
-        ways = [way for *_, way in hosts if not is_loopback(way)]
-        if is_loopback(own) and ways:  # as the other hosts see this one
-            own = ways[0]
-
-        def find_variables(start: int) -> dict[str, str]:
-            variables = store_variables(reached, port, secret, start=start)
-            return {**variables, **interface_variables(own)}
-
-        ends = itertools.accumulate(count for _, count, _ in hosts)
-        ranks = [
-            (name, range(end - count, end))
-            for (name, count, _), end in zip(hosts, ends, strict=True)
-        ]
-        host = _Host(meeting, ranks, place.rank, restarts, over_ssh)
-        return host.run(command, job, secret, find_variables)
 
 
 def _read_signals(stopped: list[int]) -> None:
@@ -156,34 +136,19 @@ class _Host:
     restarts: int
     is_quiet: bool
 
-    def run(
-        self,
-        command: Command,
-        job: str,
-        secret: str,
-        find_variables: Callable[..., Mapping[str, str]],
-    ) -> int:
-        """Run the ranks of this host until the job has ended; return its exit code.
-
-        Args:
-            command, job, secret: The command of the ranks, id of the processes that
-                this host starts, and secret of the job.
-            find_variables: Returns variables by which ranks of a start find each other.
-        """
+    def run(self, command: Command, job: str) -> int:
+        """Run ranks with this id of a job until it has ended; return its exit code."""
         slots = assign_ranks([(name, len(ranks)) for name, ranks in self.hosts])
-        nonce = self.meeting.nonce
-        seed = str(int(derive_secret(nonce, "seed")[:8], 16))  # after a restart, too
+        seed = str(int(self.meeting.nonce[:8], 16))  # after a restart, too
+        variables = {SEED: os.environ.get(SEED) or seed}
         for start in itertools.count():
-            variables = {
-                SEED: os.environ.get(SEED) or seed,
-                SECRET: derive_secret(secret, f"ranks {nonce} {start}"),
-                **({RESTART: str(start)} if start else {}),
-            }
+            if start:
+                variables[RESTART] = str(start)
             try:
                 report = run_ranks(
                     command,
                     [slots[rank] for rank in self.hosts[self.number][1]],
-                    {**find_variables(start=start), **variables},
+                    {**self.meeting.rank_variables(start), **variables},
                     job,
                     stop=partial(self._find_stop, f"report.{start}"),
                 )
@@ -208,7 +173,7 @@ class _Host:
         signals = self.meeting.signals
         if self.number in signals:
             return signals[self.number]
-        if saving := list(filter(is_saving, signals.values())):
+        if saving := [number for number in signals.values() if number in SAVING]:
             return saving[0]
         found = map(parse_report, self.meeting.find(reports))
         have_failed = not all(report.is_finished for report in found)

@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from signal import SIGHUP
 from typing import Any
 
+from keras_dist.clusters import Place
 from keras_dist.launch.failures import LOST_SECONDS, print_message
-from keras_dist.launch.hosts import ranges
-from keras_dist.launch.store import MANY, StoreClient
+from keras_dist.launch.hosts import interface_variables, is_loopback, ranges
+from keras_dist.launch.signing import VARIABLE as SECRET
+from keras_dist.launch.signing import derive_secret
+from keras_dist.launch.store import MANY, Store, StoreClient, store_variables
 from keras_dist.version import __version__
 
 # Seconds between two heartbeats: while ranks run, and while this member waits. All who
@@ -35,44 +38,56 @@ class Interrupted(Exception):
 class Meeting:
     """The members of a job, as one of them sees them.
 
-    In its block a thread sends heartbeats, and reads what all have written.
+    The first one serves the job's store, to the end of its process. In its block each
+    has a thread that sends heartbeats, and reads what all have written.
 
     Args:
-        client: Client of the job's store.
-        number: Number of this member; 0 is the first, which has the store.
-        size: Number of members.
-        kind: What they are: "host" or "rank".
+        place: Number of this member, number of members, and where the first one is.
+        secret: Secret of the job.
+        kind: What the members are: "host" or "rank".
         name: Name of this host.
         timeout: Seconds to wait for the first member, or there for all.
+        is_alone: Whether all members are on this host.
         stopped: Numbers of the signals that this process has received.
 
     Attributes:
         nonce: A text that all members have in common, another one in each job.
+
+    Raises:
+        OSError: If the port is in use.
     """
 
     def __init__(
         self,
-        client: StoreClient,
-        number: int,
-        size: int,
+        place: Place,
+        secret: str,
         *,
         kind: str,
         name: str,
         timeout: float,
+        is_alone: bool = False,
         stopped: Sequence[int] = (),
     ) -> None:
-        self._client, self._number, self._size = client, number, size
+        self._number, self._size, self._secret = place.rank, place.size, secret
         self._kind, self._name, self._timeout = kind, name, timeout
-        self._stopped, self._meeting = stopped, f"{client.address}:{client.port}"
+        self._stopped = stopped
+        address, self._port = place.address, place.port
+        if self._number == 0:
+            store = Store(secret, address, self._port, is_alone=is_alone)
+            address, self._port = store.address, store.port
+        self._meeting = f"{address}:{self._port}"
+        self._client = StoreClient(address, self._port, secret)
+        # This host and the first one, as others reach them.
+        self._ends = "", ""
         self._values: dict[str, Any] = {}
         # Seconds for which each member has sent no new heartbeat.
-        self._silent = dict.fromkeys(range(size), 0.0)
-        self._pause = max(_TICK, size / _MOST_BEATS)
+        self._silent = dict.fromkeys(range(self._size), 0.0)
+        self._pause = max(_TICK, self._size / _MOST_BEATS)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
         self.nonce = secrets.token_hex(16)
-        if number == 0:
-            client.put("job", self.nonce, attempts=MANY)
+        if self._number == 0:
+            self._client.put("job", self.nonce, attempts=MANY)
 
     def __enter__(self) -> "Meeting":
         end = time.monotonic() + self._timeout
@@ -144,7 +159,8 @@ class Meeting:
                 on their version and on how many they are.
         """
         facts = [self._size, __version__]
-        own = [self._name, secrets.token_hex(8), facts, value]
+        self._ends = self._client.ends
+        own = [self._name, secrets.token_hex(8), facts, self._ends[1], value]
         begin = said = time.monotonic()
 
         def look() -> None:
@@ -172,7 +188,7 @@ class Meeting:
                 print_message(f"keras-dist: waiting for {self._kind}s: {text}.")
 
         def check(members: Sequence[Any]) -> dict[str, Any]:
-            for number, (host, _, others, _) in enumerate(members):
+            for number, (host, _, others, *_) in enumerate(members):
                 if others != facts:
                     raise ValueError(
                         f"The {self._kind}s do not agree on their number and on the "
@@ -180,7 +196,9 @@ class Meeting:
                         f"{number} on {host}, and {facts} of the first one."
                     )
             ids = [member[1] for member in members]
-            return {**combine([member[3] for member in members]), "ids": ids}
+            ways = [member[3] for member in members if not is_loopback(member[3])]
+            found = combine([member[4] for member in members])
+            return {**found, "ids": ids, "ways": ways}
 
         result = self.gather("join", own, check, look)
         if own[1] not in result["ids"]:
@@ -188,7 +206,17 @@ class Meeting:
                 f"The job has all its {self._kind}s. Received: one more, with the "
                 f"number {self._number}. Give each of them a number of its own."
             )
+        if is_loopback(self._ends[0]) and result["ways"]:  # as others see the first
+            self._ends = result["ways"][0], self._ends[1]
         return result
+
+    def rank_variables(self, start: int = 0) -> dict[str, str]:
+        """Return the variables by which ranks of this host find all of a start."""
+        return {
+            **store_variables(self._ends[1], self._port, self._secret, start=start),
+            **interface_variables(self._ends[0]),
+            SECRET: derive_secret(self._secret, f"ranks {self.nonce} {start}"),
+        }
 
     def gather(
         self,

@@ -48,7 +48,6 @@ class Output:
             self._files[rank] = _open_log(self._folder / f"rank.{rank}.log")
         prefix = f"[{rank}] ".encode() if rank else b""
         for pipe, screen in ((stdout, sys.stdout), (stderr, sys.stderr)):
-            os.set_blocking(pipe.fileno(), False)
             lines = _Lines(rank, prefix, screen)
             self._selector.register(pipe, selectors.EVENT_READ, lines)
 
@@ -56,19 +55,19 @@ class Output:
         """Wait for output, at most so long, and pass it on; whether there was any."""
         is_any = False
         for key, _ in self._selector.select(seconds):
-            data = _read(key.fd)
-            if data:
+            if data := os.read(key.fd, _CHUNK):
                 is_any = True
                 self._write(key.data, data)
-            elif data is not None:
+            else:
                 self._finish(key)
         return is_any
 
     def pass_on_for(self, seconds: float) -> None:
-        """Pass on output for so long, however much of it there is."""
+        """Pass on output for so long, also where nobody reads the screen any more."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self.pass_on(left)
+            with contextlib.suppress(OSError):
+                self.pass_on(left)
 
     def close(self) -> None:
         """Pass on the rest, also of the ranks' children, and close pipes and files."""
@@ -81,7 +80,7 @@ class Output:
             file.close()
 
     def _finish(self, key: Any) -> None:
-        if key.data.has_part:
+        if key.data.rest or key.data.is_in_line:  # a line has begun
             self._show(key.data, b"\n")
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
@@ -107,28 +106,23 @@ class _Lines:
 
     def __init__(self, rank: int, prefix: bytes, screen: Any) -> None:
         self.rank, self._screen, self._prefix = rank, screen, prefix
-        self._rest = b""
-        self._is_in_line = False  # a part of the current line is shown
-
-    @property
-    def has_part(self) -> bool:
-        """True if a line has begun, and has no end yet."""
-        return bool(self._rest) or self._is_in_line
+        self.rest = b""
+        self.is_in_line = False  # a part of the current line is shown
 
     def add(self, data: bytes) -> bytes:
         """Add data; return what can be shown now: lines, or a part of a long one."""
-        data = self._rest + data
+        data = self.rest + data
         # A carriage return at the end may be followed by a newline.
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
-        pieces, self._rest = _LINE.findall(data[:end]), data[end:]
-        if len(self._rest) > _LONGEST:
-            pieces.append(self._rest.removesuffix(b"\r"))
-            self._rest = self._rest[len(pieces[-1]) :]
+        pieces, self.rest = _LINE.findall(data[:end]), data[end:]
+        if len(self.rest) > _LONGEST:
+            pieces.append(self.rest.removesuffix(b"\r"))
+            self.rest = self.rest[len(pieces[-1]) :]
         return b"".join(map(self._add_prefix, pieces))
 
     def _add_prefix(self, piece: bytes) -> bytes:
-        was_in_line = self._is_in_line
-        self._is_in_line = not piece.endswith((b"\n", b"\r"))
+        was_in_line = self.is_in_line
+        self.is_in_line = not piece.endswith((b"\n", b"\r"))
         # A progress bar begins with a carriage return, and what it takes back, which is
         # no line.
         has_prefix = not was_in_line and piece.strip(b"\b\r")
@@ -155,13 +149,3 @@ def _open_log(path: Path) -> IO[bytes]:
             f"The log of a rank cannot be written. Received: {error}. It must be a "
             "file, and no link: remove it, or pass another `--log-dir`."
         ) from error
-
-
-def _read(descriptor: int) -> bytes | None:
-    """Return the available data: empty at the end, `None` if there is nothing yet."""
-    try:
-        return os.read(descriptor, _CHUNK)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""

@@ -1,22 +1,24 @@
-"""The ranks of one host: what they run, their variables, and their start and end."""
+"""The ranks of one host: start them, watch them, end them and all they have started."""
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
-from keras_dist.launch import processes
-from keras_dist.launch.failures import RankEnd, Report, find_end
+from keras_dist.launch.failures import RankEnd, Report
 from keras_dist.launch.hosts import is_here, num_gpus
 from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.output import Output
-from keras_dist.launch.processes import is_saving
 from keras_dist.launch.store import Slot, assign_ranks
 
 # The variable with the number of the restart, from 1; not set in the first run.
@@ -29,6 +31,12 @@ _GRACE = 3.0
 # scheduler, because the ranks then save a checkpoint.
 _END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
 _TICK = 0.1
+
+# Seconds to wait after SIGKILL.
+_KILL_SECONDS = 5.0
+
+# Signals that stop a job; and those that give the ranks time to save.
+_STOPS, SAVING = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 
 # TensorFlow's level of logging, from which on routine lines are left out.
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -56,9 +64,6 @@ def parse_command(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the kind of a command (script, module, program), and its words.
 
     `python script.py` counts as a script, so that its errors are reported.
-
-    Raises:
-        ValueError: If there is no such file or program.
     """
     first, *rest = words
     program = shutil.which(first)
@@ -112,7 +117,7 @@ class _Ranks:
     ) -> None:
         self._command, self._variables, self._job = command, variables, job
         # Record and report files; only this user can read them.
-        self._folder = processes.find_folder(job)
+        self._folder = find_folder(job)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._output = Output(command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -120,18 +125,19 @@ class _Ranks:
 
     def start(self, slot: Slot) -> None:
         """Start the process of a rank."""
-        record.make(self._path(slot.rank, "record"))
-        threads = max(1, len(os.sched_getaffinity(0)) // slot.local_size)
+        rank, local_size = int(slot["HOROVOD_RANK"]), int(slot["HOROVOD_LOCAL_SIZE"])
+        record.make(self._path(rank, "record"))
+        threads = max(1, len(os.sched_getaffinity(0)) // local_size)
         environment = {
             **dict.fromkeys(_THREADS, str(threads)),
             _LOG_LEVEL: "1",
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             **self._variables,
-            **slot.variables(),
-            processes.mark(self._job): "1",
-            record.VARIABLE: str(self._path(slot.rank, "record")),
-            rank_process.REPORT_VARIABLE: str(self._path(slot.rank, "report")),
+            **slot,
+            mark(self._job): "1",
+            record.VARIABLE: str(self._path(rank, "record")),
+            rank_process.REPORT_VARIABLE: str(self._path(rank, "report")),
             **({} if self._command.log_dir else {rank_process.QUIET: "1"}),
         }
         runner = [sys.executable, rank_process.__file__, str(os.getpid())]
@@ -143,8 +149,8 @@ class _Ranks:
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches only the launcher
         )
-        self._processes[slot.rank] = process
-        self._output.add(slot.rank, process.stdout, process.stderr)
+        self._processes[rank] = process
+        self._output.add(rank, process.stdout, process.stderr)
 
     def wait(self, stop: Callable[[], int]) -> list[RankEnd]:
         """Wait until all have ended, one has failed, or `stop` returns a number."""
@@ -159,29 +165,34 @@ class _Ranks:
         return self._find_ends()
 
     def _find_ends(self) -> list[RankEnd]:
-        for rank, process in self._processes.items():
-            if process.poll() is not None:
-                self._end_times.setdefault(rank, time.time())
-        return [
-            find_end(
-                rank,
-                process.returncode,
-                position=record.read(self._path(rank, "record")),
-                path=self._path(rank, "report"),
-                time=self._end_times.get(rank, 0.0),
-            )
-            for rank, process in self._processes.items()
-        ]
+        return [self._find_end(rank) for rank in self._processes]
 
-    def end(self, signal: int) -> bool:
+    def _find_end(self, rank: int) -> RankEnd:
+        """Return what has become of a rank so far."""
+        position = record.read(self._path(rank, "record"))
+        code, now = self._processes[rank].poll(), time.time()
+        ended = 0.0 if code is None else self._end_times.setdefault(rank, now)
+        # A rank that has written its report may still run, or be ended before its exit.
+        if report := _read(self._path(rank, "report.json")):
+            return RankEnd(rank, str(position), **json.loads(report))
+        if code is None:
+            return RankEnd(rank, str(position))
+        summary = _describe_code(code) if code else position.describe_exit()
+        text = _read(self._path(rank, "report.crash")) + f"It {summary}."
+        code = code if code >= 0 else 128 - code
+        return RankEnd(rank, str(position), code, ended, summary, text)
+
+    def end(self, number: int) -> bool:
         """End all processes of the job on this host, by a signal or none.
 
         Returns:
             Whether all ranks were asked to end, and have saved.
         """
-        seconds = _SAVE_SECONDS if is_saving(signal) else _END_SECONDS
+        seconds = _SAVE_SECONDS if number in SAVING else _END_SECONDS
         running = [p.pid for p in self._processes.values() if p.poll() is None]
-        processes.end(self._job, running, seconds=seconds, wait=self._pass_on_for)
+        end_processes(
+            self._job, running, seconds=seconds, wait=self._output.pass_on_for
+        )
         for process in self._processes.values():
             process.wait()
         have_saved = all(end.is_saved for end in self._find_ends())
@@ -191,13 +202,25 @@ class _Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
         return have_saved
 
-    def _pass_on_for(self, seconds: float) -> None:
-        """Pass on output for so long, also where nobody reads the screen any more."""
-        with contextlib.suppress(OSError):
-            self._output.pass_on_for(seconds)
-
     def _path(self, rank: int, name: str) -> Path:
         return self._folder / f"{rank}.{name}"
+
+
+def _describe_code(returncode: int) -> str:
+    """Return how a rank ended that wrote no report."""
+    if returncode > 0:
+        return f"ended with exit code {returncode}, and without a Python error"
+    try:
+        text = f"was ended by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was ended by signal {-returncode}"
+    if returncode == -signal.SIGKILL:
+        text += ", as the kernel does when memory runs out (dmesg then says so)"
+    return text
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
@@ -207,11 +230,118 @@ def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
     if not hosts:
         lines.append("ranks      known when the hosts have met")
     for slot in assign_ranks(list(hosts.items())):
-        device = f"GPU {slot.local_rank} if its host has GPUs, else CPU"
-        if is_here(slot.hostname):
-            device = f"GPU {slot.local_rank}" if num_gpus() else "CPU"
-        lines.append(f"rank {slot.rank:<6}{slot.hostname}, {device}")
-        variables = " ".join(f"{n}={v}" for n, v in slot.variables().items())
-        lines.append(f"{'':11}{variables}")
+        host, gpu = slot["HOROVOD_HOSTNAME"], f"GPU {slot['HOROVOD_LOCAL_RANK']}"
+        device = f"{gpu} if its host has GPUs, else CPU"
+        if is_here(host):
+            device = gpu if num_gpus() else "CPU"
+        lines.append(f"rank {slot['HOROVOD_RANK']:<6}{host}, {device}")
+        lines.append(f"{'':11}{' '.join(f'{n}={v}' for n, v in slot.items())}")
     lines.append("Nothing was started.")
     return "\n".join(lines)
+
+
+def mark(job: str) -> str:
+    """Name of an environment variable that all processes of a job have.
+
+    All processes that a rank starts inherit it, even daemons, which leave the session
+    of the rank. The id of the job is in the name, and not the value: so the processes
+    of a job that was started inside another job have the variables of both.
+    """
+    return f"KERAS_DIST_JOB_{job}"
+
+
+def find_folder(job: str) -> Path:
+    """Return the path of the folder for files of a job, whose id nobody can guess."""
+    return Path(tempfile.gettempdir()) / f"keras_dist.{job}"
+
+
+def _list_members(job: str) -> list[int]:
+    """Ids of the processes of a job that run now, of this user on this host."""
+    import psutil  # noqa: PLC0415 - `install-horovod` may run before it is there
+
+    found = psutil.process_iter(["environ"])
+    return [each.pid for each in found if mark(job) in (each.info["environ"] or ())]
+
+
+def end_processes(
+    job: str, ranks: list[int], *, seconds: float, wait: Callable[[float], object]
+) -> None:
+    """End all processes of a job: its ranks by SIGTERM first, then all by SIGKILL.
+
+    Args:
+        job: Id of the job.
+        ranks: Ids of the ranks' processes.
+        seconds: Seconds between SIGTERM and SIGKILL.
+        wait: Waits for some seconds, and reads what ranks print as they save.
+    """
+    for pid in ranks:
+        _signal(pid, SIGTERM)
+    begin = time.monotonic()
+    while set(ranks) & set(_list_members(job)) and time.monotonic() - begin < seconds:
+        wait(0.05)
+    _kill(job)
+
+
+def _kill(job: str) -> None:
+    begin = time.monotonic()
+    # Repeatedly, since a process may start another one in the meantime.
+    while (left := _list_members(job)) and time.monotonic() - begin < _KILL_SECONDS:
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def reaper(job: str) -> Iterator[None]:
+    """Context manager that ends the processes of a job even if this one is killed.
+
+    The reaper is a forked process. It waits until this process leaves the block or
+    ends, for whatever reason, and then kills the processes of the job that are left.
+    Call it before the first thread is started, because it forks.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _reap(job, reader)
+    os.close(reader)
+    try:
+        yield
+    finally:
+        os.close(writer)
+        os.waitpid(pid, 0)
+
+
+def _reap(job: str, reader: int) -> None:
+    """In the forked process, wait until the pipe is closed, and end the job."""
+    try:
+        os.setsid()
+        for number in (*_STOPS, SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        os.dup2(reader, 0)
+        devnull = os.open(os.devnull, os.O_RDWR)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
+        # Close all inherited files. The write end of the pipe above all: as long as it
+        # is open here, the read below never returns.
+        os.closerange(3, 1 << 16)
+        os.read(0, 1)
+        _kill(job)
+        shutil.rmtree(find_folder(job), ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def note_signals(*others: signal.Signals) -> list[int]:
+    """Return a list to which signals that stop a job are appended from now on.
+
+    They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process.
+    """
+    stopped: list[int] = []
+    for number in (*_STOPS, *others):
+        signal.signal(number, lambda number, frame: stopped.append(number))
+    return stopped

@@ -9,6 +9,8 @@ from typing import Any
 # The variable with the secret of a job.
 VARIABLE = "KERAS_DIST_SECRET"
 
+_LENGTH = 64  # of a signature
+
 
 def derive_secret(secret: str, purpose: str) -> str:
     """Return a secret for one purpose, from which `secret` cannot be computed."""
@@ -26,12 +28,13 @@ def add_signature(secret: str, message: bytes, *, name: str = "") -> bytes:
     if not secret:
         return message  # `horovodrun` and `mpirun` set none
     text = f"{name}\n".encode() + message
-    return hmac.new(secret.encode(), text, hashlib.sha256).digest() + message
+    digest = hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
+    return digest.encode() + message
 
 
 def read_signed(secret: str, received: bytes, *, name: str = "") -> bytes | None:
     """Return the message of `add_signature`; `None` if the signature is wrong."""
-    message = received[hashlib.sha256().digest_size :] if secret else received
+    message = received[_LENGTH:] if secret else received
     is_right = hmac.compare_digest(add_signature(secret, message, name=name), received)
     return message if is_right else None
 

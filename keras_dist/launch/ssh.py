@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import find_address_towards, is_here, parse_endpoint
-from keras_dist.launch.processes import note_signals
+from keras_dist.launch.ranks import note_signals
 from keras_dist.launch.signing import VARIABLE as SECRET
 
 # A firewall that drops port 22 is noticed after 10 s, not 134; a lost host after 30 s.
@@ -45,19 +45,13 @@ _LOST = 255
 
 
 def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None) -> int:
-    """Run a job on hosts that are reached by ssh, or are this one.
+    """Run a job on hosts, by ssh or on this one; return its exit code.
 
     Args:
         hosts: The hosts, and the number of ranks of each.
         words: Options of `keras-dist run`, and the command of the ranks.
         rdzv: Address and port at which the hosts meet; by default the name of the first
             one, and a random port.
-
-    Returns:
-        The exit code of the job.
-
-    Raises:
-        ValueError: If another host cannot be reached.
     """
     first, *_ = hosts
     if rdzv is None:

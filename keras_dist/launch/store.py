@@ -12,7 +12,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
@@ -26,12 +26,10 @@ from keras_dist.launch.signing import add_signature, derive_secret, read_signed
 _BACKLOG = 1024
 
 # What ranks write, and what hosts write, beside what Horovod writes.
-SCOPE, _HOSTS = "keras_dist_watch", "keras_dist_hosts"
+_RANKS, _HOSTS = "keras_dist_watch", "keras_dist_hosts"
 
 # A name that ends so reads all values whose names begin with it.
 _ALL = "*"
-
-_OK, _FORBIDDEN, _NOT_FOUND = 200, 403, 404
 
 # Seconds for a request.
 _SECONDS = 2.0
@@ -44,40 +42,31 @@ _CONNECT, _CONNECT_SECONDS = "HOROVOD_GLOO_TIMEOUT_SECONDS", "120"
 MANY = 5
 
 
-@dataclass(frozen=True)
-class Slot:
-    """The numbers of a rank, as Horovod has them in its variables."""
+# The numbers of a rank, as Horovod has them in its variables.
+Slot = dict[str, str]
 
-    hostname: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables that pass the numbers to Horovod."""
-        return {f"HOROVOD_{n.upper()}": str(value) for n, value in asdict(self).items()}
+_NAMES = "HOSTNAME RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE"
 
 
 def make_slots(ranks: Sequence[tuple[str, int, int]]) -> list[Slot]:
     """Return the slot of each rank, from host, local rank and local size of each.
 
-    >>> make_slots([("a", 0, 2), ("b", 0, 1), ("a", 1, 2)])[1].variables()[
-    ...     "HOROVOD_CROSS_RANK"]
+    >>> slots = make_slots([("a", 0, 2), ("b", 0, 1), ("a", 1, 2)])
+    >>> slots[1]["HOROVOD_CROSS_RANK"]
     '1'
     """
     cross_sizes = Counter(local_rank for _, local_rank, _ in ranks)
     before: Counter[int] = Counter()
     first_ranks: Counter[str] = Counter()
-    slots: list[Slot] = []
+    slots = []
     for rank, (host, local, local_size) in enumerate(ranks):
         # One host may have the ranks of two launchers, each with a local rank 0.
         first_ranks[host] += local == 0
         name = host if first_ranks[host] <= 1 else f"{host}-{first_ranks[host]}"
         cross = before[local], cross_sizes[local]
-        slots.append(Slot(name, rank, len(ranks), local, local_size, *cross))
+        values = name, rank, len(ranks), local, local_size, *cross
+        names = (f"HOROVOD_{each}" for each in _NAMES.split())
+        slots.append(dict(zip(names, map(str, values), strict=True)))
         before[local] += 1
     return slots
 
@@ -163,11 +152,6 @@ class Store(ThreadingTCPServer):
     def handle_error(self, *_: object) -> None:
         """Show no traceback for what is no request."""
 
-    def close(self) -> None:
-        """End the server."""
-        self.shutdown()
-        self.server_close()
-
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers `GET`, `PUT` and `DELETE /TOKEN…`."""
@@ -179,25 +163,27 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             value = self.server.values.get(self.path)
             if self.path.endswith(_ALL):
-                prefix = self.path.removesuffix(_ALL)
-                found = {
-                    path.rpartition("/")[2]: text.decode("latin-1")
-                    for path, text in self.server.values.items()
-                    if path.startswith(prefix)
-                }
-                value = json.dumps(found).encode()
-        self._answer(_NOT_FOUND if value is None else _OK, value or b"")
+                prefix, values = self.path.removesuffix(_ALL), self.server.values
+                paths = [path for path in values if path.startswith(prefix)]
+                lines = [
+                    path.rpartition("/")[2].encode() + b" " + values[path]
+                    for path in paths
+                ]
+                value = b"\n".join(lines)
+        self._answer(
+            HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b""
+        )
 
     def do_PUT(self) -> None:
         value = self.rfile.read(int(self.headers["Content-Length"]))
         with self.server.lock:
             self.server.values[self.path] = value
-        self._answer(_OK)
+        self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
         with self.server.lock:
             self.server.values.pop(self.path, None)
-        self._answer(_OK)
+        self._answer(HTTPStatus.OK)
 
     def parse_request(self) -> bool:
         if not super().parse_request():
@@ -205,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.path.lstrip("/").partition("/")[0].encode()
         if hmac.compare_digest(token, self.server.token):
             return True
-        self._answer(_FORBIDDEN)
+        self._answer(HTTPStatus.FORBIDDEN)
         return False
 
     def _answer(self, status: int, body: bytes = b"") -> None:
@@ -240,7 +226,7 @@ class StoreClient:
     def __init__(self, address: str, port: int, secret: str | None = None) -> None:
         self.address, self.port = address, port
         self.ends, self.error, self.is_refused = ("", ""), "", False
-        self._key, scope = "", SCOPE
+        self._key, scope = "", _RANKS
         if secret is not None:
             self._key, scope = derive_secret(secret, "hosts"), _HOSTS
             address = f"{address}:{port}/{derive_secret(secret, 'store')}/-"
@@ -264,14 +250,19 @@ class StoreClient:
         Returns:
             `None` if the store cannot be reached, or is Horovod's, which cannot do it.
         """
-        found = _parse(self._request("GET", f"{prefix}{_ALL}"))
-        if not isinstance(found, dict):
+        found = self._request("GET", f"{prefix}{_ALL}")
+        if found is None:
             return None
-        texts = {name: str(text).encode("latin-1") for name, text in found.items()}
-        return {name: self._read(name, text) for name, text in texts.items()}
+        pairs = (
+            line.decode(errors="replace").partition(" ") for line in found.splitlines()
+        )
+        return {name: self._read(name, text.encode()) for name, _, text in pairs}
 
     def _read(self, name: str, text: bytes | None) -> Any:
-        return _parse(read_signed(self._key, text or b"", name=name))
+        try:
+            return json.loads(read_signed(self._key, text or b"", name=name) or b"null")
+        except (ValueError, RecursionError):  # not written by `put`
+            return None
 
     def _request(
         self, method: str, name: str, body: bytes | None = None
@@ -288,8 +279,8 @@ class StoreClient:
         except (OSError, http.client.HTTPException) as error:
             self.error = str(error)
             return None
-        self.is_refused = response.status == _FORBIDDEN
-        return text if response.status == _OK else None
+        self.is_refused = response.status == HTTPStatus.FORBIDDEN
+        return text if response.status == HTTPStatus.OK else None
 
 
 def find_store(environ: Mapping[str, str] | None = None) -> StoreClient | None:
@@ -298,10 +289,3 @@ def find_store(environ: Mapping[str, str] | None = None) -> StoreClient | None:
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     port = environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
     return StoreClient(address, int(port)) if address and port else None
-
-
-def _parse(text: bytes | None) -> Any:
-    try:
-        return json.loads(text or b"null")
-    except (ValueError, RecursionError):  # not written by `put`
-        return None

@@ -30,9 +30,9 @@ print("sum", keras_dist.sum(1), flush=True)
 _STRANGER = """
 import http.client, json, os, socket, sys
 sys.argv[0] = "keras-dist"  # which needs no TensorFlow
+from keras_dist.clusters import Place
 from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.signing import derive_secret
-from keras_dist.launch.store import StoreClient
 host, ports = sys.argv[1], json.loads(sys.argv[2])
 wrong = "not the secret of this job"
 paths = [f"{first}/{rest}" for first in ("", "0" * 32, derive_secret(wrong, "store"))
@@ -67,8 +67,8 @@ for port in ports:
     for method in ("GET", "PUT", "DELETE", "HEAD") if speaks else ():
         for path in paths:
             answers.add(outcome(status_of, port, method, path))
-    guess = StoreClient(host, port, wrong)
-    meeting = Meeting(guess, 1, 2, kind="host", name="c", timeout=0)
+    place = Place("keras-dist run", 1, 2, address=host, port=port)
+    meeting = Meeting(place, wrong, kind="host", name="c", timeout=0)
     secret = outcome(meeting.__enter__)
     print(json.dumps([port, {"plain": sorted(map(str, answers)), "secret": secret}]))
 """

@@ -11,6 +11,7 @@ import pytest
 from launch import ROOT, free_port
 
 # Importing TensorFlow takes seconds: one process does it, and forks into all ranks.
+# They have not what the package does at its import in a rank: its device, and saving.
 _FORKS = """
 import json, os, signal, sys
 import keras, numpy, keras_dist
@@ -32,7 +33,10 @@ if rank is not None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(rank["env"])
-    exec(compile(rank["script"], "<script>", "exec"))
+    path = rank["output"] + ".py"
+    with open(path, "w") as script:
+        script.write(rank["script"])
+    exec(compile(rank["script"], path, "exec"))
 """
 
 

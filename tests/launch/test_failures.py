@@ -1,7 +1,8 @@
 """A rank that fails ends the job, and its own error is the one to read."""
 
-import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from forked import torchrun
@@ -99,7 +100,7 @@ def test_ranks_that_leave_together_have_not_failed(tmp_path):
 
 
 _KILLED = """
-import os, signal
+import os, signal, sys
 import keras, keras_dist, numpy as np
 
 @keras.saving.register_keras_serializable("tests")
@@ -107,34 +108,38 @@ class Heavy(keras.layers.Dense):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         store["padding"] = np.random.default_rng(0).random(2**20)
-        if int(model.optimizer.iterations) > 4:
+        if "kill" in sys.argv and int(model.optimizer.iterations) > 4:
             os.kill(os.getpid(), signal.SIGKILL)
     def load_own_variables(self, store):
         self.kernel.assign(store["0"])
         self.bias.assign(store["1"])
 
-path = os.environ["FILE"]
-model = keras.Sequential([keras.Input((2,)), Heavy(1)])
-model.compile("sgd", "mse")
-if "RANK" in os.environ:
+path = sys.argv[1]
+if "kill" in sys.argv:
+    model = keras.Sequential([keras.Input((2,)), Heavy(1)])
+    model.compile("sgd", "mse")
     saves = keras.callbacks.ModelCheckpoint(path, save_weights_only="weights" in path)
     keras_dist.dist_fit(model, np.ones((32, 2)), np.ones(32), batch_size=4, epochs=2,
                         verbose=0, callbacks=[saves])
-model.load_weights(path)
-print("loaded", float(model.layers[0].kernel[0, 0]))
+else:
+    model = keras.Sequential([keras.Input((2,)), Heavy(1)])
+    model.compile("sgd", "mse")
+    model.load_weights(path)
+    print("loaded", float(model.layers[0].kernel[0, 0]))
 """
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param("model.keras", marks=pytest.mark.long), "model.weights.h5"]
 )
-def test_a_killed_process_leaves_the_file_before(run_ranks, tmp_path, name):
+def test_a_killed_process_leaves_the_file_before(tmp_path, name):
     """Killed in the middle of the second checkpoint: the first one loads."""
-    (tmp_path / "files").mkdir()
-    env = {"FILE": str(tmp_path / "files" / name)}
-    (code, _), (failed, out) = run_ranks(torchrun, [0, 1], 2, _KILLED, env=env)
-    assert code == -signal.SIGKILL and failed == 1 and "loaded" not in out
-    left = sorted(file.name for file in (tmp_path / "files").iterdir())
-    assert left == sorted([f".keras_dist.0.{name}", name])
-    [(code, out)] = run_ranks(lambda *_: {}, [0], 1, _KILLED, env=env)
-    assert code == 0 and "loaded" in out
+    script, path = tmp_path / "script.py", tmp_path / name
+    script.write_text(_KILLED)
+    command = [sys.executable, str(script), str(path)]
+    done = launch([*command, "kill"], ranks=2, timeout=300)
+    assert done.returncode != 0
+    left = sorted(file.name for file in tmp_path.iterdir())
+    assert left == sorted([f".keras_dist.0.{name}", name, "script.py"])
+    loaded = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "loaded" in loaded.stdout, loaded.stderr

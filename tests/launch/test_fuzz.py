@@ -36,7 +36,7 @@ def store():
     """A store with values, and the variables by which ranks find it."""
     store = Store(SECRET)
     yield store, store_variables("127.0.0.1", store.port, SECRET)
-    store.close()
+    store.shutdown()
 
 
 def request(method, path, body=b"", *lines):

@@ -2,22 +2,15 @@
 
 import pytest
 
+from keras_dist.clusters import Place
 from keras_dist.launch.meeting import Meeting
-
-
-class NoStore:
-    """A client whose values nobody reads."""
-
-    address, port = "a", 1
-
-    def put(self, name, value, *, attempts=1):
-        """As of `StoreClient`."""
 
 
 @pytest.fixture
 def first():
     """The first of two hosts that have come."""
-    return Meeting(NoStore(), 0, 2, kind="host", name="a", timeout=1.0)
+    place = Place("keras-dist run", 0, 2, address="127.0.0.1")
+    return Meeting(place, "", kind="host", name="a", timeout=1.0)
 
 
 def pass_time(first, seconds, *, beating):

@@ -16,6 +16,7 @@ from launch import PYTHONPATH, ROOT, free_port, launch
 from test_launch import RUN, left_behind
 from test_launch import start as run
 
+from keras_dist.clusters import Place
 from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.store import Store, StoreClient, find_store, store_variables
 
@@ -264,14 +265,14 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
         found = {"host.1": [1], "host.2": None, "host.3": None}
         assert host.get("host.2") is None and first.get_all("host.") == found
         assert StoreClient("127.0.0.1", store.port, "a guess").put("x", 1) is False
-        guess = StoreClient("127.0.0.1", store.port, "a guess")
+        place = Place("keras-dist run", 1, 2, address="127.0.0.1", port=store.port)
         with (
             pytest.raises(ValueError, match="refuses this one"),
-            Meeting(guess, 1, 2, kind="host", name="b", timeout=0),
+            Meeting(place, "a guess", kind="host", name="b", timeout=0),
         ):
             pass
     finally:
-        store.close()
+        store.shutdown()
 
 
 def test_the_values_of_an_earlier_start_do_not_count():
@@ -289,4 +290,4 @@ def test_the_values_of_an_earlier_start_do_not_count():
         assert first.put("beat", 1) and first.get("beat") == 1
         assert second.get("beat") is None
     finally:
-        store.close()
+        store.shutdown()

@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from forked import torchrun
 from launch import PYTHONPATH, launch, prefix
 
 from keras_dist.launch.monitor.watchdog import EXIT_CODE
@@ -30,16 +31,13 @@ def batches():
             sleep_for_ever()
         yield np.ones((4, 2)), np.ones(4)
 
-if case == "collectives":
-    keras_dist.sum(1) if rank else keras_dist.gather("tea")
-else:
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    # Compiled: only the stacks show whether a graph is in a collective.
-    model.compile("sgd", "mse", jit_compile=False)
-    data = {"x": np.ones((200, 2)), "y": np.ones(200), "batch_size": 4}
-    if case == "generator":
-        data = {"x": batches()}
-    keras_dist.dist_fit(model, **data, verbose=0, callbacks=[Sleeps()])
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+# Compiled: only the stacks show whether a graph is in a collective.
+model.compile("sgd", "mse", jit_compile=False)
+data = {"x": np.ones((200, 2)), "y": np.ones(200), "batch_size": 4}
+if case == "generator":
+    data = {"x": batches()}
+keras_dist.dist_fit(model, **data, verbose=0, callbacks=[Sleeps()])
 """
 
 
@@ -77,15 +75,23 @@ def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     assert "in sleep_for_ever" in report and "Stack of" not in report  # once is enough
 
 
-def test_ranks_in_different_collectives_are_named(tmp_path):
+_COLLECTIVES = """
+import keras_dist
+keras_dist.sum(1) if keras_dist.rank() else keras_dist.gather("tea")
+"""
+
+
+def test_ranks_in_different_collectives_are_named(run_ranks):
     """Each prints the collective it waits in, and the line of the call."""
-    done = stopped(tmp_path, "collectives", 2, KERAS_DIST)
-    assert done.returncode == EXIT_CODE, done.stderr
-    stderr = done.stderr
-    assert "Waiting in the collective keras_dist.gather," in stderr, stderr
-    waiting = r"Waiting in the collective keras_dist\.sum, .*: rank 1"
-    assert re.search(waiting, stderr), stderr
-    assert stderr.count('keras_dist.sum(1) if rank else keras_dist.gather("tea")') >= 2
+    env = {"KERAS_DIST_STALL_SECONDS": "5"}
+    for code, out in run_ranks(torchrun, [0, 1], 2, _COLLECTIVES, env=env):
+        assert code == EXIT_CODE, out
+        assert "Waiting in the collective keras_dist.gather," in out
+        assert re.search(r"Waiting in the collective keras_dist\.sum, .*: rank 1", out)
+        assert (
+            'keras_dist.sum(1) if keras_dist.rank() else keras_dist.gather("tea")'
+            in out
+        )
 
 
 @pytest.mark.long
@@ -111,25 +117,20 @@ def compute(seconds):
         pass
 
 if rank == 0:
-    compute(3 * LIMIT)  # as validation on the first rank does
+    compute(2 * LIMIT)  # as validation on the first rank does
 keras_dist.sum(1)
 if rank == 1:  # as workers that read data do
-    code = "import time; t = time.monotonic()\\nwhile time.monotonic() < t + 6: pass"
+    code = "import time; t = time.monotonic()\\nwhile time.monotonic() < t + 4: pass"
     subprocess.run([sys.executable, "-c", code])
 keras_dist.sum(1)
 print("done", flush=True)
 """
 
 
-def test_ranks_that_work_are_left_alone(tmp_path):
+def test_ranks_that_work_are_left_alone(run_ranks):
     """A rank that computes, and one that waits for a child."""
-    script = tmp_path / "script.py"
-    script.write_text(_WORKS)
-    env = {"PYTHONPATH": PYTHONPATH}
-    command = [*KERAS_DIST, "-np", "2", str(script)]
-    done = launch(command, ranks=None, timeout=230, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == 2
+    done = run_ranks(torchrun, [0, 1], 2, _WORKS)
+    assert [(code, out.strip()) for code, out in done] == [(0, "done")] * 2
 
 
 def test_a_status_store_that_is_gone_returns_nothing():

@@ -47,20 +47,15 @@ def note_end(rank: int) -> None:
             write("has failed; its traceback is the cause")
         if path := os.environ.get(_ERROR_FILE):
             lines = traceback.format_exception(kind, error, trace)
-            details = {
-                "py_callstack": "".join(lines),
-                "timestamp": f"{time.time():.0f}",
-            }
-            message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
+            more = {"py_callstack": "".join(lines), "timestamp": f"{time.time():.0f}"}
+            message = {"message": f"{kind.__name__}: {error}", "extraInfo": more}
             with contextlib.suppress(OSError):
                 Path(path).write_text(json.dumps({"message": message}))
         print_error(kind, error, trace)
 
     def note_exit() -> None:
-        position = record.here.position
-        if position.phase and not errors:
-            epoch = position.epoch + 1
-            write(f"ended with no error in epoch {epoch} while others were training")
+        if not errors and (text := record.here.position.describe_exit()):
+            write(text)
 
     sys.excepthook = note_error
     # Before Horovod, which was started earlier, ends the others' collectives.

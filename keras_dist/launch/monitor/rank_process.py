@@ -53,15 +53,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def write_report(summary: str, text: str, code: int, **marks: bool) -> None:
-    """Write the report of this rank: why it fails.
+    """Write the report of this rank: why it fails; see `launch.failures.RankEnd`.
 
     Only the first call writes; later errors are not the cause.
-
-    Args:
-        summary: What happened, in one line.
-        text: Text to print: the traceback and the message.
-        code: The exit code with which this rank is about to end.
-        **marks: `is_secondary` and `is_saved`; see `launch.failures.RankEnd`.
     """
     path = os.environ.get(REPORT_VARIABLE)
     if not path:
@@ -123,9 +117,6 @@ def seed_generators() -> None:
     """Seed `random` and `numpy.random` alike on all ranks, before a script first draws.
 
     A script that has seeded NumPy's before is left alone.
-
-    Raises:
-        ValueError: If the seed of the environment is no whole number.
     """
     import numpy as np  # noqa: PLC0415 - the launcher and `install-horovod` have none
 
@@ -145,14 +136,6 @@ def _leave_rank() -> None:
     """In a process that the rank has forked: what happens here is not its failure."""
     os.environ.pop(REPORT_VARIABLE, None)
     faulthandler.disable()
-
-
-def _run_script(path: str) -> None:
-    """Run a script as `python PATH` does, without the frames of `runpy`."""
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__)
-    sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
 def main(arguments: list[str]) -> None:
@@ -183,8 +166,12 @@ def main(arguments: list[str]) -> None:
             importlib.import_module("keras_dist")
         if is_module:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        else:
-            _run_script(command[0])
+        else:  # as `python PATH` does, without the frames of `runpy`
+            main = types.ModuleType("__main__")
+            main.__dict__.update(__file__=command[0], __builtins__=__builtins__)
+            sys.modules["__main__"] = main
+            code = Path(command[0]).read_bytes()
+            exec(compile(code, command[0], "exec"), main.__dict__)
     except SystemExit as error:
         if error.code not in (None, 0):
             _report_error(error)

@@ -37,6 +37,12 @@ class RankPosition:
     phase: str = ""
     collective: str = ""
 
+    def describe_exit(self) -> str:
+        """Return what a rank did that ended here with exit code 0; empty if nothing."""
+        epoch = f"epoch {self.epoch + 1}"
+        text = f"ended with no error in {epoch} while others were training"
+        return text if self.phase else ""
+
     def __str__(self) -> str:
         """Return the position in words.
 
@@ -76,13 +82,7 @@ class Record:
         self.thread = threading.main_thread().ident
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int = 0) -> None:
-        """Record that this rank enters a phase of a fit.
-
-        Args:
-            phase: "begin", "step", "test" or "end"; empty when the fit is over.
-            epoch: Epoch of the fit; by default the one recorded before.
-            step: Step of the epoch or of the evaluation.
-        """
+        """Record that this rank enters a phase, by default of the same epoch."""
         self.thread = threading.get_ident()
         epoch = self.position.epoch if epoch is None else epoch
         self._write(phase, epoch, step, "")

@@ -21,7 +21,7 @@ from keras_dist.launch.store import find_store
 from keras_dist.lines import FOREIGN
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
-DEFAULT_LIMIT = 120.0
+_DEFAULT_LIMIT = 120.0
 
 # The exit code of a rank that ends the job: EX_SOFTWARE of sysexits.h. (75 is the exit
 # code of a rank that was asked to end and has saved a checkpoint.)
@@ -80,7 +80,7 @@ class Watchdog(threading.Thread):
         # about itself.
         self._store = find_store()
         self._tick = min(max(limit / 12, 0.2), 5.0)
-        self._stop_event = threading.Event()
+        self.is_over = threading.Event()  # this process is about to exit
         self._beats = 0
         # For each other rank: its last heartbeat, and when that was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
@@ -90,14 +90,10 @@ class Watchdog(threading.Thread):
         self._usage = read_usage(ignored_threads=ignored_threads)
         self._seconds, self._bytes, self._changes = 0.0, 0, -1
 
-    def stop(self) -> None:
-        """Stop watching, because this process is about to exit."""
-        self._stop_event.set()
-
     def run(self) -> None:
         self._ignored_threads.add(threading.get_native_id())
         before = time.monotonic()
-        while not self._stop_event.wait(self._tick):
+        while not self.is_over.wait(self._tick):
             now = time.monotonic()
             # The process or the whole machine was suspended in the meantime.
             if now - before > 4 * self._tick + 2:
@@ -301,9 +297,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-_watchdog: list[Watchdog] = []
-
-
 def read_limit(argument: float | None = None) -> float:
     """Seconds without progress after which the job ends; 0 for no limit.
 
@@ -314,7 +307,7 @@ def read_limit(argument: float | None = None) -> float:
     Raises:
         ValueError: If the limit is not a number, or negative.
     """
-    value = os.environ.get(VARIABLE, DEFAULT_LIMIT) if argument is None else argument
+    value = os.environ.get(VARIABLE, _DEFAULT_LIMIT) if argument is None else argument
     try:
         limit = float(value)
     except (TypeError, ValueError):
@@ -334,22 +327,17 @@ def set_limit(argument: float | None) -> None:
 
 
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
-    """Watch this rank and note what ends it; do nothing if there is no other rank.
-
-    Args:
-        rank, size, ignored_threads: See `Watchdog`.
-    """
+    """Watch this rank and note what ends it, if there are others; see `Watchdog`."""
     if size == 1:
         return
     note_end(rank)
     limit = read_limit()
-    if limit and not _watchdog:
+    if limit:
         watchdog = Watchdog(
             rank=rank, size=size, limit=limit, ignored_threads=ignored_threads
         )
-        _watchdog.append(watchdog)
         # At once, before anything can happen to this rank: the others do not count a
         # rank as idle before its first heartbeat.
         watchdog.publish(0.0)
         watchdog.start()
-        atexit.register(watchdog.stop)
+        atexit.register(watchdog.is_over.set)
