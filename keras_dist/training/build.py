@@ -55,11 +55,13 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
             continue  # what is left is not built by calling the model, either
         try:
             method(model, run, data)
-            break
         except Exception as error:
             if method is _run_once:
                 raise
             errors.append(error)
+            if _count_unbuilt(model):
+                continue
+        break
     else:
         warn(
             f"{type(model).__name__} could not be built before its first step "
