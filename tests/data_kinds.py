@@ -1,17 +1,12 @@
 """Every kind of data that `fit` and `evaluate` take, made of rows of `x` and `y`."""
 
-import random
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-from keras_dist.data.pipeline import as_untuned
 
 # The length of a window of a time series.
 WINDOW = 3
@@ -225,69 +220,3 @@ def on_disk(x, y, _):
 
 ARRAYS = {"arrays": in_memory, "tensors": as_tensors, "arrays on disk": on_disk}
 KINDS = ARRAYS | BATCHES
-
-
-def ids_of_batches(data) -> list[list[int]]:
-    """The values of `y`, batch by batch, in one plain pass over the data."""
-    if isinstance(data, keras.utils.PyDataset):
-        data = [data[index] for index in range(data.num_batches)]
-    if isinstance(data, tf.data.Dataset):
-        data = as_untuned(data)
-    return [np.asarray(batch[1]).astype(int).tolist() for batch in data]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Data of one kind on some ranks.
-
-    Args:
-        kind: Name in `KINDS`.
-        rows: How many rows the data is made of.
-        batch_size: Of one rank.
-        size: Number of ranks.
-        shuffle: As of `fit`.
-    """
-
-    kind: str
-    rows: int
-    batch_size: int
-    size: int
-    shuffle: bool
-
-    def data(self) -> Any:
-        """The data, made anew as each rank makes it."""
-        ids = np.arange(self.rows)
-        return KINDS[self.kind](ids.astype("float32"), ids, self.batch_size)
-
-    def batches(self) -> list[list[int]]:
-        """The rows of one process, batch by batch."""
-        if self.kind in ARRAYS:
-            count = range(0, self.rows, self.batch_size)
-            ids = list(range(self.rows))
-            return [ids[begin : begin + self.batch_size] for begin in count]
-        return ids_of_batches(self.data())
-
-    def promised(self) -> tuple[list[int], int]:
-        """Rows that all ranks train on in a pass, and each rank's steps."""
-        batches = self.batches()
-        rows = [row for batch in batches for row in batch]
-        return rows, -(-len(batches) // self.size)
-
-
-def draw(
-    seed: int, kinds: Iterable[str], sizes: tuple[int, ...] = (1, 2, 3, 4)
-) -> Case:
-    """A case, a function of its seed alone; small numbers come more often."""
-    draws = random.Random(seed)
-    return Case(
-        kind=draws.choice(sorted(kinds)),
-        rows=draws.randint(1, draws.choice([5, 20, 70])),
-        batch_size=draws.randint(1, draws.choice([4, 12, 33])),
-        size=draws.choice(sizes),
-        shuffle=draws.random() < 0.5,
-    )
-
-
-def counted(ranks: list[list[list[int]]]) -> Counter[int]:
-    """How often each row was read, by all ranks."""
-    return Counter(row for rank in ranks for batch in rank for row in batch)

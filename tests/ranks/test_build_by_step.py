@@ -7,12 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
-    assert_equal_to_the_bit,
-    distribute_jobs,
-    raises_everywhere,
-    shortened,
-)
+from claims import assert_equal_to_the_bit, distribute_jobs, raises_everywhere
 from keras import ops
 
 import keras_dist
@@ -223,10 +218,6 @@ class WithoutStep(Diffusion):
         return train_function
 
 
-MODELS = [Contrastive, Diffusion, Lazy, OwnMetrics]
-MORE = [Compiled, InFunction, Nested, OwnFunction, LossBuilds]
-
-
 def make_data():
     generator = np.random.default_rng(2)
     return generator.normal(size=(24, 3)), generator.normal(size=(24, 2))
@@ -288,38 +279,36 @@ def equals_one_process(world, kind, **arguments):
     return model
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.three_ranks)
-        if kind is OwnMetrics
-        else pytest.param(kind, marks=pytest.mark.long)
-        if kind is Diffusion
-        else kind
-        for kind in MODELS
-    ],
-)
-def test_a_step_that_calls_something_else_equals_one_process(world, kind):
-    """In a graph, which is traced once more to build."""
-    equals_one_process(world, kind)
+# Models, how they are compiled, and which of them `make test` tries; in a graph, which
+# is traced once more to build, without one, in which a step may read values, and by
+# XLA, which keeps no trace in which gradients are recorded and not averaged.
+HOW = {
+    "in a graph": (
+        {},
+        [Contrastive, Diffusion, Lazy, OwnMetrics]
+        + [Compiled, InFunction, Nested, OwnFunction, LossBuilds],
+        {Contrastive, Lazy, OwnMetrics, Nested, InFunction},
+    ),
+    "eagerly": ({"is_eager": True}, [Contrastive, Lazy, OwnMetrics], {Lazy}),
+    "with XLA": ({"xla": True}, [Compiled, InFunction], {InFunction}),
+}
 
 
-@pytest.mark.parametrize("kind", shortened([Contrastive, Lazy, OwnMetrics], {Lazy}))
-def test_the_same_without_a_graph(world, kind):
-    """With `run_eagerly`, in which a step may read values."""
-    equals_one_process(world, kind, is_eager=True)
+def runs():
+    """One of them on three ranks, too."""
+    for how, (options, kinds, quick) in HOW.items():
+        for kind in kinds:
+            is_on_three = kind is OwnMetrics and not options
+            marks = [pytest.mark.three_ranks] if is_on_three else []
+            marks += [] if kind in quick else [pytest.mark.long]
+            title = f"{kind.__name__} {how}"
+            yield pytest.param(kind, options, marks=marks, id=title)
 
 
-@pytest.mark.parametrize("kind", shortened([Compiled, InFunction], {InFunction}))
-def test_xla_compiles_a_function_inside_of_a_step(world, kind):
-    """It keeps no trace in which gradients are recorded and not averaged."""
-    equals_one_process(world, kind, xla=True)
-
-
-@pytest.mark.parametrize("kind", shortened(MORE, {Nested, InFunction}))
-def test_steps_inside_of_others_equal_one_process(world, kind):
-    """Of models and layers inside, functions of TensorFlow, Keras's own."""
-    equals_one_process(world, kind)
+@pytest.mark.parametrize(("kind", "options"), runs())
+def test_a_step_that_calls_something_else_equals_one_process(world, kind, options):
+    """Networks, layers, models inside, functions of TensorFlow, Keras's own step."""
+    equals_one_process(world, kind, **options)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -177,32 +177,33 @@ def assert_equal(name, *, batch="global", **compiled):
     assert not [text for text in messages if "one process" in text], messages
 
 
-QUICK = {"masked_mean", "neighbors", "ignore_class"}
+# How all are trained, and which of them `make test` tries: the last batch of ten rows
+# has one, so that the other ranks take part without rows.
+HOW = {
+    'batch="global"': (
+        {},
+        LOSSES,
+        {"masked_mean", "neighbors", "ignore_class", "none_and_nan", "none_and_zero"},
+    ),
+    'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
+    "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {"dice"}),
+}
 
 
-@pytest.mark.three_ranks
-@pytest.mark.parametrize("name", shortened(sorted(LOSSES), QUICK))
-def test_a_loss_of_compile_that_is_neither_equals_one_process(name):
-    """The last batch has one row: the other ranks take part without rows."""
-    assert_equal(name)
+def runs():
+    """With a batch of all ranks on three ranks, too."""
+    for how, (options, names, quick) in HOW.items():
+        for name in sorted(names):
+            is_on_three = not options and "none" not in name
+            marks = [pytest.mark.three_ranks] if is_on_three else []
+            marks += [] if name in quick else [pytest.mark.long]
+            yield pytest.param(name, options, marks=marks, id=f"{name}, {how}")
 
 
-@pytest.mark.parametrize("name", shortened(sorted(LOSSES), {"neighbors"}))
-def test_it_does_so_with_a_batch_of_each_rank(name):
-    """Rows are strided over the ranks there too."""
-    assert_equal(name, batch="rank")
-
-
-@pytest.mark.parametrize("name", shortened(["ratio", "dice", "ranking"], {"dice"}))
-def test_it_does_so_without_a_graph(name):
-    """The same collectives run one after the other."""
-    assert_equal(name, run_eagerly=True)
-
-
-@pytest.mark.parametrize("name", ["none_and_nan", "none_and_zero"])
-def test_a_rank_without_a_label_has_all_of_them_gathered(name):
-    """No rank sees alone that the loss is no mean over rows."""
-    assert_equal(name)
+@pytest.mark.parametrize(("name", "options"), runs())
+def test_a_loss_of_compile_that_is_neither_equals_one_process(name, options):
+    """No rank sees alone whether the loss is a mean over rows."""
+    assert_equal(name, **options)
 
 
 def test_the_plan_says_how_much_is_gathered(world, capsys):

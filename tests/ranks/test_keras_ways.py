@@ -20,7 +20,6 @@ ON_TWO = {
     "around fit: a second and a third fit",
     "around fit: predict and evaluate in callbacks",
     "around fit: KeyboardInterrupt in the middle, and another fit",
-    "around fit: batches of a PyDataset and of a generator",
 }
 
 ON_THREE = {

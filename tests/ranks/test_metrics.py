@@ -35,56 +35,47 @@ def kinds():
     }
 
 
-# How each metric of Keras is made, and the data that it is given.
+# The data that each metric of Keras is given, and how some of them are made.
 CASES = {
-    "AUC": [({}, "binary"), ({"curve": "PR", "multi_label": True}, "one hot")],
-    "Accuracy": [({}, "labels")],
-    "BinaryAccuracy": [({}, "binary")],
-    "BinaryCrossentropy": [({}, "binary")],
-    "BinaryIoU": [({}, "binary")],
-    "CategoricalAccuracy": [({}, "one hot")],
-    "CategoricalCrossentropy": [({}, "one hot")],
-    "CategoricalHinge": [({}, "one hot")],
-    "ConcordanceCorrelation": [({}, "positive")],
-    "CosineSimilarity": [({}, "signed")],
-    "F1Score": [({}, "one hot"), ({"average": "macro"}, "one hot")],
-    "FBetaScore": [({"beta": 0.5, "average": "micro"}, "one hot")],
-    "FalseNegatives": [({}, "binary")],
-    "FalsePositives": [({"thresholds": [0.2, 0.4]}, "binary")],
-    "Hinge": [({}, "signed")],
-    "IoU": [({"num_classes": NUM_CLASSES, "target_class_ids": [0, 2]}, "labels")],
-    "KLDivergence": [({}, "one hot")],
-    "LogCoshError": [({}, "positive")],
-    "Mean": [({}, "values")],
-    "MeanAbsoluteError": [({}, "positive")],
-    "MeanAbsolutePercentageError": [({}, "positive")],
-    "MeanIoU": [({"num_classes": NUM_CLASSES}, "labels")],
-    "MeanMetricWrapper": [({"fn": keras.losses.huber, "name": "huber"}, "positive")],
-    "MeanSquaredError": [({}, "positive"), ({"dtype": "float64"}, "positive")],
-    "MeanSquaredLogarithmicError": [({}, "positive")],
-    "OneHotIoU": [
-        ({"num_classes": NUM_CLASSES, "target_class_ids": [0, 1]}, "guesses")
-    ],
-    "OneHotMeanIoU": [({"num_classes": NUM_CLASSES}, "guesses")],
-    "PearsonCorrelation": [({}, "positive")],
-    "Poisson": [({}, "positive")],
-    "Precision": [({}, "binary"), ({"top_k": 2, "class_id": 1}, "one hot")],
-    "PrecisionAtRecall": [({"recall": 0.5}, "binary")],
-    "R2Score": [({}, "centered"), ({"num_regressors": 2}, "centered")],
-    "Recall": [({"thresholds": [0.2, 0.4]}, "binary")],
-    "RecallAtPrecision": [({"precision": 0.6}, "binary")],
-    "RootMeanSquaredError": [({}, "positive")],
-    "SensitivityAtSpecificity": [({"specificity": 0.5}, "binary")],
-    "SparseCategoricalAccuracy": [({}, "sparse")],
-    "SparseCategoricalCrossentropy": [({}, "sparse")],
-    "SparseTopKCategoricalAccuracy": [({"k": 2}, "sparse")],
-    "SpecificityAtSensitivity": [({"sensitivity": 0.5}, "binary")],
-    "SquaredHinge": [({}, "signed")],
-    "Sum": [({}, "values")],
-    "TopKCategoricalAccuracy": [({"k": 2}, "one hot")],
-    "TrueNegatives": [({}, "binary")],
-    "TruePositives": [({}, "binary")],
+    name: [({}, kind)]
+    for kind, names in {
+        "binary": "AUC BinaryAccuracy BinaryCrossentropy BinaryIoU FalseNegatives"
+        " Precision TrueNegatives TruePositives",
+        "labels": "Accuracy",
+        "one hot": "CategoricalAccuracy CategoricalCrossentropy CategoricalHinge"
+        " F1Score KLDivergence",
+        "positive": "ConcordanceCorrelation LogCoshError MeanAbsoluteError"
+        " MeanAbsolutePercentageError MeanSquaredError MeanSquaredLogarithmicError"
+        " PearsonCorrelation Poisson RootMeanSquaredError",
+        "signed": "CosineSimilarity Hinge SquaredHinge",
+        "sparse": "SparseCategoricalAccuracy SparseCategoricalCrossentropy",
+        "values": "Mean Sum",
+        "centered": "R2Score",
+    }.items()
+    for name in names.split()
 }
+for _name, _options, _kind in [
+    ("AUC", {"curve": "PR", "multi_label": True}, "one hot"),
+    ("F1Score", {"average": "macro"}, "one hot"),
+    ("FBetaScore", {"beta": 0.5, "average": "micro"}, "one hot"),
+    ("FalsePositives", {"thresholds": [0.2, 0.4]}, "binary"),
+    ("IoU", {"num_classes": NUM_CLASSES, "target_class_ids": [0, 2]}, "labels"),
+    ("MeanIoU", {"num_classes": NUM_CLASSES}, "labels"),
+    ("MeanMetricWrapper", {"fn": keras.losses.huber, "name": "huber"}, "positive"),
+    ("MeanSquaredError", {"dtype": "float64"}, "positive"),
+    ("OneHotIoU", {"num_classes": NUM_CLASSES, "target_class_ids": [0, 1]}, "guesses"),
+    ("OneHotMeanIoU", {"num_classes": NUM_CLASSES}, "guesses"),
+    ("Precision", {"top_k": 2, "class_id": 1}, "one hot"),
+    ("PrecisionAtRecall", {"recall": 0.5}, "binary"),
+    ("R2Score", {"num_regressors": 2}, "centered"),
+    ("Recall", {"thresholds": [0.2, 0.4]}, "binary"),
+    ("RecallAtPrecision", {"precision": 0.6}, "binary"),
+    ("SensitivityAtSpecificity", {"specificity": 0.5}, "binary"),
+    ("SparseTopKCategoricalAccuracy", {"k": 2}, "sparse"),
+    ("SpecificityAtSensitivity", {"sensitivity": 0.5}, "binary"),
+    ("TopKCategoricalAccuracy", {"k": 2}, "one hot"),
+]:
+    CASES.setdefault(_name, []).append((_options, _kind))
 
 
 def all_of_keras():

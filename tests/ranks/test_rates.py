@@ -5,7 +5,6 @@ import math
 import keras
 import numpy as np
 import pytest
-from claims import largest_difference
 
 import keras_dist
 
@@ -103,19 +102,3 @@ def test_rates_set_during_training_are_scaled_once(world):
     expected = [0.5 * world.size] * 4 + [0.25 * world.size] * 4
     assert moves(model, world, epochs=2, callbacks=[halve]) == pytest.approx(expected)
     assert float(model.optimizer.learning_rate) == 0.25
-
-
-@pytest.mark.several_ranks
-def test_weight_decay_sees_the_scaled_rate(world, rows, make_model):
-    """As in one process whose rate was multiplied by hand."""
-    x, y = (array[:96] for array in rows)
-    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
-    rate = 0.01
-    oracle = make_model(
-        keras.optimizers.AdamW(rate * world.size, weight_decay=0.1, epsilon=1e-3)
-    )
-    oracle.fit(x, y, batch_size=8 * world.size, **arguments)
-    model = make_model(keras.optimizers.AdamW(rate, weight_decay=0.1, epsilon=1e-3))
-    keras_dist.dist_fit(model, x, y, batch_size=8, **arguments)
-    oracle.optimizer.learning_rate = rate
-    assert largest_difference(model, oracle) < 1e-5

@@ -183,11 +183,8 @@ CASES = {
     ),
     "compute_masked": (computed, masked_mean),
     "compute_root": (computed, root),
-    "compiled_root": (compiled, lambda y, p: root(y, y, p)),
-    "compiled_dice": (compiled, keras.losses.Dice()),
     "compiled_sum": (compiled, lambda y, p: 0.1 * ops.sum(squares(y, p))),
     "compiled_mean": (compiled, lambda y, p: ops.mean(squares(y, p))),
-    "compiled_masked": (compiled, lambda y, p: masked_mean(y, y, p)),
     "Loss_sum": (summed, "sum"),
     "weights_sum": (detecting("sum"), shared_out),
     "weights_mean": (detecting("sum_over_batch_size"), shared_out),
@@ -230,58 +227,42 @@ def assert_equal(models, logs):
         np.testing.assert_allclose(logs[1][key], values, rtol=1e-10)
 
 
-QUICK = {"add_vector", "compute_mixed", "own_vector"}
-QUICK |= {"compiled_sum", "weights_sum"}
-
-
-@pytest.mark.parametrize("name", shortened(sorted(CASES), QUICK))
-def test_a_loss_equals_one_process(world, name):
-    """Weights and logs, in a graph."""
-    models, logs, messages = trained(name, world.size, jit_compile=False)
-    assert_equal(models, logs)
-    assert not [m for m in messages if "differs from the gradient" in m]
-
-
-@pytest.mark.three_ranks
-@pytest.mark.parametrize("name", shortened(["own_vector", "add_sum"], {"add_sum"}))
-def test_a_loss_equals_one_process_on_three_ranks(world, name):
-    """A wrong factor of two may cancel out on two ranks, which run all of them."""
-    if world.size < 3:
-        return
-    models, logs, _ = trained(name, world.size, jit_compile=False)
-    assert_equal(models, logs)
-
-
-@pytest.mark.parametrize(
-    "name",
-    shortened(
-        [
-            "add_sum",
-            "compute_vector",
-            "own_vector",
-            "own_sum",
-            "own_mean",
-            "own_mixed",
-            "compute_mixed",
-            "weights_sum",
-        ],
+# How a model is compiled, the losses that are tried with it, and those of `make test`.
+HOW = {
+    "jit_compile=False": (
+        CASES,
+        {"add_sum", "compute_mixed", "own_vector", "compiled_sum", "weights_sum"},
+    ),
+    "run_eagerly": (
+        ["add_sum", "compute_vector", "own_vector", "own_sum", "own_mean"]
+        + ["own_mixed", "compute_mixed", "weights_sum"],
         {"compute_vector"},
     ),
-)
-def test_a_loss_equals_one_process_when_run_eagerly(world, name):
-    """There is no graph then."""
-    models, logs, _ = trained(name, world.size, run_eagerly=True)
-    assert_equal(models, logs)
+    "jit_compile": (["own_mixed", "own_vector", "add_sum"], {"own_mixed"}),
+}
 
 
-@pytest.mark.parametrize(
-    "name", shortened(["own_mixed", "own_vector", "add_sum"], {"own_mixed"})
-)
-def test_a_loss_equals_one_process_with_xla(world, name):
-    """The gradients are computed in a function of their own then."""
-    models, logs, messages = trained(name, world.size, jit_compile=True)
+def runs():
+    """Two of them on three ranks: a wrong factor of two may cancel out on two."""
+    for how, (names, quick) in HOW.items():
+        for name in sorted(names):
+            is_on_three = how == "jit_compile=False" and name in (
+                "own_vector",
+                "add_sum",
+            )
+            marks = [pytest.mark.three_ranks] if is_on_three else []
+            marks += [] if name in quick else [pytest.mark.long]
+            yield pytest.param(name, how, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "how"), runs())
+def test_a_loss_equals_one_process(world, name, how):
+    """Weights and logs, in a graph, without one, and with XLA."""
+    option, _, is_off = how.partition("=")
+    models, logs, messages = trained(name, world.size, **{option: not is_off})
     assert_equal(models, logs)
-    assert not [m for m in messages if "Training without XLA" in m]
+    wrong = ("differs from the gradient", "Training without XLA")
+    assert not [m for m in messages if any(text in m for text in wrong)]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
     elsewhere = "RankError", f"On rank {last}: KeyError: 'tea'"
     model = make_model()
     for hook in (
+        "set_model",
+        "on_train_begin",
         "on_epoch_begin",
         "on_train_batch_begin",
         "on_train_batch_end",
@@ -91,6 +93,7 @@ def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
         "on_test_batch_end",
         "on_test_end",
         "on_epoch_end",
+        "on_train_end",
     ):
         first = int(model.optimizer.iterations)
         errors = raised(lambda hook=hook: fit(model, rows, Fails(hook), epochs=1))
@@ -101,16 +104,6 @@ def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
     # The model is a plain one again, and trains without an error.
     assert fit(model, rows).epoch == [0, 1]
     assert_equal_to_the_bit(model)
-
-
-@several_ranks
-def test_an_error_at_the_begin_and_the_end_is_one_on_all(rows, make_model):
-    """Of the training, and when a callback gets its model."""
-    last = keras_dist.size() - 1
-    for hook in ("set_model", "on_train_begin", "on_train_end"):
-        fails = Fails(hook)
-        errors = raised(lambda fails=fails: fit(make_model(), rows, fails, epochs=1))
-        assert [kind for kind, _ in errors] == ["RankError"] * last + ["KeyError"]
 
 
 @several_ranks
@@ -230,20 +223,3 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
     twin.load_weights(folder / name)
     for own, other in zip(before[1], twin.get_weights(), strict=True):
         assert (own == other).all()
-
-
-@pytest.mark.several_ranks
-def test_a_backup_of_a_finished_training_restores_all_ranks(rows, make_model, folder):
-    """No epoch is left to train, and all ranks hold the first rank's weights."""
-    model = make_model()
-    fit(
-        model,
-        rows,
-        keras.callbacks.BackupAndRestore(str(folder), delete_checkpoint=False),
-    )
-    again = make_model(seed=20 + keras_dist.rank())
-    history = fit(again, rows, keras.callbacks.BackupAndRestore(str(folder)))
-    assert history.epoch == []
-    for own, other in zip(model.get_weights(), again.get_weights(), strict=True):
-        assert (own == other).all()
-    assert_equal_to_the_bit(again)
