@@ -100,7 +100,7 @@ def _feed_arrays(
     steps, total = given["steps_per_epoch"], arrays.num_rows
     # Keras's default: all rows divided by the steps, or 32.
     per_step = -(-total // rows.steps_before) if rows.steps_before else None
-    batch_size = check_count("`batch_size`", rows.batch_size or per_step or _BATCH_SIZE)
+    batch_size = check_count("batch_size", rows.batch_size or per_step or _BATCH_SIZE)
     _check_rows(arrays, batch_size, spec)
     rows = replace(rows, batch_size=batch_size, total=total)
     facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}

@@ -95,7 +95,7 @@ def scale_steps(rule: str, steps: int | None, *, size: int) -> int | None:
     """
     if steps is None:
         return None
-    steps = check_count("A number of steps", steps)
+    steps = check_count("steps", steps)
     return -(-steps // size) if rule == "divide" else steps
 
 
@@ -104,7 +104,7 @@ def check_count(name: str, value: Any) -> int:
     is_whole = not isinstance(value, bool) and hasattr(value, "__index__")
     if not is_whole or value < 1:
         raise ValueError(
-            f"{name} must be a whole number of at least 1. Received: {value!r}"
+            f"`{name}` must be a whole number of at least 1. Received: {name}={value!r}"
         )
     return int(value)
 

@@ -49,7 +49,7 @@ def shard(
     >>> [batch.tolist() for batch in rows.batch(2).as_numpy_iterator()]
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    rows = None if batch_size is None else check_count("`batch_size`", batch_size)
+    rows = None if batch_size is None else check_count("batch_size", batch_size)
     if batch not in ("rank", "global"):
         raise ValueError(f'`batch` must be "rank" or "global". Received: {batch!r}')
     if batch == "global" and comm.size() > 1:
