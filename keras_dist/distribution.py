@@ -78,8 +78,8 @@ def distribute(
     options = Options(**locals())
     options.resolved()
     stack = contextlib.ExitStack()
-    is_rank = comm.world_of_job().size > 1 and not comm.is_child_of_rank()
-    if is_rank or (os.environ.get(RESUME) and not comm.is_child_of_rank()):
+    is_rank = comm.job_world().size > 1 and not comm.is_rank_child()
+    if is_rank or (os.environ.get(RESUME) and not comm.is_rank_child()):
         _begin(options)
         stack.callback(_end, options)  # not a generator, which ends when it is dropped
     return stack
@@ -104,7 +104,7 @@ def _end(options: Options) -> None:
 
 def _is_plain(model: Any, name: str) -> bool:
     """Return True for Keras's own loop: our call, or one of this rank alone."""
-    return fit.is_passing(model, name) or is_alone() or comm.is_child_of_rank()
+    return fit.is_passing(model, name) or is_alone() or comm.is_rank_child()
 
 
 def _train(
@@ -163,7 +163,7 @@ def _apply(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
     is_ours = step_context.is_inside() or mixin.has(
         optimizer_, optimizer.ReducesGradients
     )
-    if is_ours or is_alone() or comm.size() == 1 or comm.is_child_of_rank():
+    if is_ours or is_alone() or comm.size() == 1 or comm.is_rank_child():
         return fit.plain_method("apply")(optimizer_, *args, **kwargs)
     raise RuntimeError(
         "An optimizer that does not average its gradients updates weights in a loop of "

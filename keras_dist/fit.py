@@ -17,7 +17,7 @@ from keras_dist.callbacks.callback_order import on_this_rank
 from keras_dist.callbacks.user_callbacks import autologged_once, runs_on_first_rank_only
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
-from keras_dist.data.arrays import is_arrays, lists_to_arrays, seed_of_keras
+from keras_dist.data.arrays import find_keras_seed, is_arrays, lists_to_arrays
 from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import Feed, raising_own_errors
 from keras_dist.data.source import Source
@@ -83,7 +83,7 @@ def dist_fit(
 
     Every rank calls this with the same arguments. Gradients are averaged over the
     ranks before each update, so that all ranks hold the same weights at all times:
-    those of one process with the global batch: `batch_size` × ranks, or `batch_size`
+    what one process gives with the global batch: `batch_size` × ranks, or `batch_size`
     itself with `batch="global"`. When it returns, the model is a plain Keras model
     again.
 
@@ -92,7 +92,7 @@ def dist_fit(
         x, y, batch_size, epochs, verbose, callbacks, validation_split,
             validation_data, shuffle, class_weight, sample_weight, initial_epoch,
             steps_per_epoch, validation_steps, validation_batch_size,
-            validation_freq: As in `keras.Model.fit`. Steps are those of a script for
+            validation_freq: As in `keras.Model.fit`. Steps are as in a script for
             one process. Callbacks that write files run on the first rank only.
         batch: `"rank"`: `batch_size`, and a batch of a data set, a sequence or a
             generator, is the batch of one rank. N ranks train on N of them in a step,
@@ -164,7 +164,7 @@ def train(
         options = options.resolved()
         given = sources.make_sources(given, options.shard)
     draws.begin_fit(comm.broadcast(draws.get_states()))
-    seeds_of_order = _seed_of_order(model), seed_of_keras()
+    seeds_of_order = _find_order_seed(model), find_keras_seed()
     seed, keras_seed = comm.broadcast(seeds_of_order)
     opened = checkpoint.opened(options, given.callbacks, seed, keras_seed)
     with opened as resumed:
@@ -218,7 +218,7 @@ def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
         draws.draw_alike()
 
 
-def _seed_of_order(model: Any) -> int:
+def _find_order_seed(model: Any) -> int:
     """A seed that depends on `keras.utils.set_random_seed`, without drawing from it.
 
     So the script later draws the same random numbers as on one process. The number of
@@ -303,8 +303,8 @@ def evaluate(
     feed = _make_feed("validation", pieces, given, options)
     arguments = given | feed.arguments | _quiet(given) | {"steps": feed.keras_steps}
     arguments["callbacks"] = on_this_rank(_flat(given["callbacks"])) or None
-    is_of_all = evaluate_on_all(model, feed)
-    with comm.explained(), is_of_all, raising_own_errors([feed]):
+    on_all_ranks = evaluate_on_all(model, feed)
+    with comm.explained(), on_all_ranks, raising_own_errors([feed]):
         return run_loop(model, "evaluate", arguments, loop)
 
 
@@ -339,7 +339,7 @@ def predict(
         return predict_rows(x, steps)  # one rank may call it alone
     with comm.together():
         _check_predict(model, gather)
-        # Batches stay whole, and `steps` are those of one process.
+        # Batches stay whole, and `steps` counts steps of one process.
         options = replace(options, batch="global", validation_steps_scaling="none")
         options = options.resolved()
         x = sources.make_source(lists_to_arrays(x), options.shard)
@@ -480,7 +480,7 @@ class DistributedModel:
         Args:
             x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict: As
                 in `keras.Model.evaluate`. `batch_size` is the batch of one rank;
-                `steps` are those of one process, to which `validation_steps_scaling`
+                `steps` are one process's, to which `validation_steps_scaling`
                 is applied. Only the first rank prints, and runs callbacks that write
                 files.
 
@@ -526,7 +526,7 @@ class DistributedModel:
 
         Args:
             x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
-                `batch_size` is the batch of one rank; `steps` are those of one process
+                `batch_size` is the batch of one rank; `steps` are one process's
                 with that batch. Only the first rank prints, and runs callbacks that
                 write files.
             gather: `"first"` to return them on the first rank alone, and `None` on the

@@ -138,7 +138,7 @@ def replace_method(cls: type, name: str, ours: Callable[..., Any]) -> Iterator[N
         cls: The class.
         name: Name of the method.
         ours: Its arguments are the plain method bound to its object, the object, and
-            those of the call.
+            the call's arguments.
     """
     key = cls, name
     with _lock:

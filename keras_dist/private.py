@@ -81,7 +81,7 @@ def check_hooks(cls: type) -> None:
 
 
 def clear_losses(model: Any) -> None:
-    """Forget the losses that layers have added, such as those of another graph."""
+    """Forget the losses that layers have added, as in another graph."""
     model._clear_losses()
 
 
@@ -178,7 +178,7 @@ def cache_file(dataset: Any) -> Any:
     return getattr(dataset, "_filename", None)
 
 
-def rows_of_batch(dataset: Any) -> Any:
+def batch_rows(dataset: Any) -> Any:
     """Return the argument of `batch`, as a tensor; `None` for other data sets."""
     return getattr(dataset, "_batch_size", None)
 
@@ -191,7 +191,7 @@ def seeds_of(dataset: Any) -> tuple[Any, Any] | None:
 
 
 def is_reshuffled(dataset: Any) -> bool:
-    """Tell whether a shuffle or a random source has another order in each pass."""
+    """Return True if a shuffle or random source has another order in each pass."""
     names = ("_reshuffle_each_iteration", "_rerandomize")
     has_order = any(getattr(dataset, name, False) for name in names)
     return has_order and seeds_of(dataset) is not None

@@ -1,4 +1,4 @@
-"""The version of keras_dist, and those of Keras and TensorFlow that it works with."""
+"""The version of keras_dist, and of Keras and TensorFlow that it works with."""
 
 import importlib.metadata
 import re

@@ -5,7 +5,7 @@ Public callbacks:
 - `average_statistics`: synchronizes the weights that no gradient changes.
 - `broadcast_variables`: copies the first rank's state to all ranks before step 1.
 - `learning_rate_warmup`: scales the learning rate, with a warm-up.
-- `metric_average`: makes metrics those of all ranks.
+- `metric_average`: makes metrics count the rows of all ranks.
 - `replica_check`: compares the models of all ranks by checksums.
 - `stop_at_accuracy`: stops when a metric has reached a target.
 - `stop_together`: stops all ranks after the same step when one rank requests it.

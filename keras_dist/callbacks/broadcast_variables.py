@@ -18,7 +18,7 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     The model and its optimizer are built first: otherwise the optimizer would have no
     state to copy, and the first step would start from different weights. States of
-    random generators are not copied but derived from those of the root rank: each rank
+    random generators are not copied but derived from the root rank's: each rank
     draws its own dropout masks, and one seed makes them reproducible.
 
     Position in the list: last, so that state that another callback restores on the root
@@ -97,7 +97,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         states = [comm.to_array(seed) for seed in seeds]
         received = comm.broadcast(states, self.root_rank)
         for variable, value in zip(seeds, received, strict=True):
-            variable.assign(_seed_of_rank(value, comm.rank() - self.root_rank))
+            variable.assign(_derive_rank_seed(value, comm.rank() - self.root_rank))
 
     def _copy_unstarted(self) -> None:
         """Broadcast what the root rank restored, if no epoch was left to train."""
@@ -133,7 +133,7 @@ def seed_states(model: Any) -> list[Any]:
     return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
-def _seed_of_rank(state: np.ndarray, distance: int) -> np.ndarray:
+def _derive_rank_seed(state: np.ndarray, distance: int) -> np.ndarray:
     seeded = state.copy()
     seed = int(state.flat[0]) + distance * _GOLDEN
     seeded.flat[0] = np.asarray(seed % 2**32).astype(state.dtype)

@@ -1,4 +1,4 @@
-"""The order of the callbacks, those of this rank, and those that a fit adds."""
+"""The order of the callbacks, which of them this rank runs, and which a fit adds."""
 
 import functools
 from collections.abc import Callable, Sequence

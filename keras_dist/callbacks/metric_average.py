@@ -8,7 +8,7 @@ from keras_dist.training.install import install, uninstall
 
 
 class MetricAverage(keras.callbacks.Callback):
-    """Makes the metrics of each epoch exactly those of all ranks.
+    """Makes the metrics of each epoch exactly the metrics of all ranks' rows.
 
     The state of each metric is summed over the ranks before its result is computed, for
     training and validation: the result is that of one process on all rows, also for

@@ -61,6 +61,6 @@ class Throughput(keras.callbacks.Callback):
         """Return rows and seconds of this rank's training in this epoch."""
         if self._measured is None:
             # Reading the number of rows waits for the last step to end.
-            rows = session_of(self.model).rows_of_process
+            rows = session_of(self.model).process_rows
             self._measured = rows, time.perf_counter() - self._begin
         return self._measured

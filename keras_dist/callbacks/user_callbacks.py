@@ -51,12 +51,12 @@ _TRACKERS = frozenset(
 def first_rank_only(callback: Marked) -> Marked:
     """Mark a callback of yours, so that it runs on the first rank only.
 
-    Use it for a callback that writes a file, sends a message or prints. Those of Keras
-    that write, those of MLflow, Weights & Biases, Comet, Neptune and ClearML, and those
-    that inherit from them, run on the first rank without a mark; all other callbacks
-    run on all ranks. A marked callback takes part in no collective: `model.evaluate` in
-    it evaluates the given rows on this rank alone, and a change that it makes to the
-    model or the logs does not reach the other ranks.
+    Use it for a callback that writes a file, sends a message or prints. Keras's own
+    that write, the ones of MLflow, Weights & Biases, Comet, Neptune and ClearML, and
+    classes that inherit from them, run on the first rank without a mark; all other
+    callbacks run on all ranks. A marked callback takes part in no collective:
+    `model.evaluate` in it evaluates the given rows on this rank alone, and a change
+    that it makes to the model or the logs does not reach the other ranks.
 
     Args:
         callback: A `keras.callbacks.Callback`, or a class of them.

@@ -90,7 +90,7 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
 
 
 def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are not those of the first rank; all ranks call this."""
+    """Return the values that differ from the first rank's; all ranks call this."""
     digests = {name: digest(value) for name, value in values.items()}
     first = comm.broadcast(digests)
     return {n: v for n, v in values.items() if digests[n] != first.get(n)}

@@ -33,7 +33,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     """Return the place of this process in its job; `None` if it is on its own.
 
     Args:
-        environ: Environment variables; by default those of this process.
+        environ: Environment variables; by default this process's.
 
     Raises:
         ValueError: If a launcher's variables are incomplete or contradict each other,

@@ -36,8 +36,9 @@ from keras_dist.comm.collectives import (
 from keras_dist.comm.runtime import (
     device,
     init,
-    is_child_of_rank,
+    is_rank_child,
     is_started,
+    job_world,
     local_rank,
     local_size,
     prepare,
@@ -46,7 +47,6 @@ from keras_dist.comm.runtime import (
     stop,
     transport_name,
     without_collectives,
-    world_of_job,
 )
 from keras_dist.comm.transport import explained
 from keras_dist.comm.world import World

@@ -485,17 +485,15 @@ def _encode(numbers: Any, shift: Any, kind: str) -> Any:
     Their dtype is float16 for both kinds: Horovod does not know bfloat16.
     """
     return tf.bitcast(
-        tf.cast(numbers * _power_of_two(shift), _TWO_BYTES[kind]), tf.float16
+        tf.cast(numbers * _raise_two(shift), _TWO_BYTES[kind]), tf.float16
     )
 
 
 def _decode(words: Any, shift: Any, kind: str) -> Any:
-    return tf.cast(tf.bitcast(words, _TWO_BYTES[kind]), tf.float32) / _power_of_two(
-        shift
-    )
+    return tf.cast(tf.bitcast(words, _TWO_BYTES[kind]), tf.float32) / _raise_two(shift)
 
 
-def _power_of_two(exponent: Any) -> Any:
+def _raise_two(exponent: Any) -> Any:
     """2 to the power of integers from −126 to 127: exact, made of the bits."""
     clipped = tf.clip_by_value(exponent, -126.0, 127.0)
     return tf.bitcast((tf.cast(clipped, tf.int32) + 127) * 2**23, tf.float32)

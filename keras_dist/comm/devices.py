@@ -67,16 +67,14 @@ def choose_device(world: World, *, is_binding: bool = False) -> Device:
     return Device("CPU", 0, _set_threads(world, is_binding=is_binding))
 
 
-def cores_of_rank(
-    cores: Sequence[int], *, local_rank: int, local_size: int
-) -> set[int]:
+def rank_cores(cores: Sequence[int], *, local_rank: int, local_size: int) -> set[int]:
     """Cores of one rank: the same number for each rank, and no core for two ranks.
 
     If there are fewer cores than ranks, each rank gets all of them.
 
-    >>> cores_of_rank([0, 1, 2, 5, 6], local_rank=1, local_size=2)
+    >>> rank_cores([0, 1, 2, 5, 6], local_rank=1, local_size=2)
     {2, 5}
-    >>> cores_of_rank([0, 1], local_rank=1, local_size=3)
+    >>> rank_cores([0, 1], local_rank=1, local_size=3)
     {0, 1}
     """
     each = len(cores) // local_size
@@ -106,7 +104,7 @@ def _set_threads(world: World, *, is_binding: bool) -> int:
         return threads
     if is_binding and os.environ.get(_BIND) != "0":
         local = {"local_rank": world.local_rank, "local_size": world.local_size}
-        _bind(cores_of_rank(sorted(os.sched_getaffinity(0)), **local))
+        _bind(rank_cores(sorted(os.sched_getaffinity(0)), **local))
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         if not tf.config.threading.get_inter_op_parallelism_threads():

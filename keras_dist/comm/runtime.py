@@ -62,7 +62,7 @@ def prepare() -> None:
     example to load data: it runs on the cores of its rank.
     """
     place = find_place()
-    if place is None or _runtime.device is not None or is_child_of_rank():
+    if place is None or _runtime.device is not None or is_rank_child():
         return
     _mark_process()
     seed_generators()
@@ -112,7 +112,7 @@ def start() -> World:
         if place is None:
             check_not_stranded()
             _runtime.world = World()
-        elif is_child_of_rank():
+        elif is_rank_child():
             _runtime.world = world_at(place)
         else:
             check_not_elastic()
@@ -158,7 +158,7 @@ def stop() -> None:
     _runtime.link = _runtime.world = None
 
 
-def world_of_job() -> World:
+def job_world() -> World:
     """Rank and size as the launcher set them, without a connection to other ranks."""
     return world_at(find_place())
 
@@ -194,7 +194,7 @@ def connection() -> tuple[ModuleType | None, World]:
             "`gather`, `DistributedModel.evaluate`) before or after the block, or in a "
             "callback of all ranks."
         )
-    if world.size > 1 and is_child_of_rank():
+    if world.size > 1 and is_rank_child():
         raise RuntimeError(
             "A collective can only be called in the process of a rank. Received: a "
             f"call in process {os.getpid()}, which was started by rank {world.rank} "
@@ -249,7 +249,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process among those of its host.
+    """Return the rank of this process among the ranks of its host.
 
     The first call connects to the other ranks, as `init` does.
 
@@ -280,7 +280,7 @@ def local_size() -> int:
     return start().local_size
 
 
-def is_child_of_rank() -> bool:
+def is_rank_child() -> bool:
     """Return True if a rank of this job has started or forked this process."""
     process, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
     return bool(process) and job == identity() and int(process) != os.getpid()

@@ -32,7 +32,7 @@ _JOBS = (
 
 @dataclass(frozen=True)
 class World:
-    """Rank and size of this process; the defaults are those of one process alone.
+    """Rank and size of this process; by default of one process alone.
 
     Args:
         rank: Number of this process, from 0 (the first rank) to size − 1.
@@ -74,7 +74,7 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
     files.
 
     Args:
-        environ: Environment variables; by default those of this process.
+        environ: Environment variables; by default this process's.
 
     Raises:
         RuntimeError: If several tasks were started.
@@ -104,10 +104,10 @@ def check_not_elastic(environ: Mapping[str, str] | None = None) -> None:
     """Check that Horovod's elastic mode has not started this process.
 
     It changes the ranks inside of living processes, and never again uses the host of
-    one that has ended: neither fits a training whose ranks are those of its start.
+    one that has ended: neither fits a training that keeps its ranks.
 
     Args:
-        environ: Environment variables; by default those of this process.
+        environ: Environment variables; by default this process's.
 
     Raises:
         RuntimeError: If it has.

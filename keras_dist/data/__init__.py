@@ -9,7 +9,7 @@ Keras. From the bottom:
 - `dealer`: `Dealer`, what a rank reads of batches that all ranks have
 - `arrays`: `Arrays`, rows in memory or in memory-mapped files, and their order
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
-- `draws`: which numbers `random` and `numpy.random` draw: those of all ranks, or not
+- `draws`: which numbers `random` and `numpy.random` draw: the same on all ranks, or not
 - `source`: `Source`, one view of all data that comes in batches
 - `sequence`: read a `PyDataset` by index
 - `stream`: read data of unknown length, of which all ranks agree on the end

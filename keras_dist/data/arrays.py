@@ -112,7 +112,7 @@ def is_scipy_sparse(leaf: Any) -> bool:
     return type(leaf).__module__.startswith("scipy.sparse") and hasattr(leaf, "tocsr")
 
 
-def seed_of_keras() -> int | None:
+def find_keras_seed() -> int | None:
     """Return the seed with which Keras shuffles arrays; `None` if it draws one.
 
     It is that of TensorFlow (`tf.random.set_seed`, `keras.utils.set_random_seed`).
@@ -243,7 +243,7 @@ def read_rows(
         return (number, rows), add_mark(own, has_rows) if is_marked else own
 
     @tf.autograph.experimental.do_not_convert
-    def rows_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
+    def epoch_rows(_: tf.Tensor) -> tf.data.Dataset:
         current = tf.maximum(epoch.read_value(), division.epoch)
         first, end = map(division.find_first_step, (current, current + 1))
         number, _, _ = division.span(first)
@@ -251,7 +251,7 @@ def read_rows(
         return tf.data.Dataset.range(first, end).scan(state, next_rows)
 
     # The variable is read inside `flat_map`, when an iterator is made.
-    rows = tf.data.Dataset.range(1).flat_map(rows_of_epoch)
+    rows = tf.data.Dataset.range(1).flat_map(epoch_rows)
     read = _make_reader(arrays.pack())
     dataset = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
     is_shorter = division.is_within_epoch

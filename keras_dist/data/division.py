@@ -80,7 +80,7 @@ class ShardSpec:
 
 
 def scale_steps(rule: str, steps: int | None, *, size: int) -> int | None:
-    """Scale the steps of a script for one process to those of each rank.
+    """Scale the steps of a script for one process to steps of each rank.
 
     Args:
         rule: `"divide"` by the number of ranks and round up, or `"none"`.

@@ -1,4 +1,4 @@
-"""Which numbers `random` and `numpy.random` draw: those of all ranks, or a rank's own.
+"""Which numbers `random` and `numpy.random` draw: all ranks' or a rank's own.
 
 What every rank runs draws alike: a generator or an `on_epoch_end` that shuffles would
 give each rank other rows. What a rank runs for its own batches alone draws numbers of
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# What is not in use now: the states that all ranks have, and those of this rank alone.
+# What is not in use now: the states that all ranks share, and this rank's own.
 _alike: list[Any] = []
 _own: list[Any] = []
 

@@ -104,7 +104,7 @@ def find_batch_size(dataset: tf.data.Dataset) -> int | None:
     4
     """
     for node in nodes(dataset):
-        rows = private.rows_of_batch(node)
+        rows = private.batch_rows(node)
         if rows is not None:
             found = tf.get_static_value(rows)
             return None if found is None else int(found)
@@ -306,10 +306,10 @@ def resume_in_first_epoch(
     first = int(epoch.numpy())
 
     @tf.autograph.experimental.do_not_convert
-    def batches_of_epoch(_: tf.Tensor) -> tf.data.Dataset:
+    def epoch_batches(_: tf.Tensor) -> tf.data.Dataset:
         is_first = tf.cast(tf.equal(epoch.read_value(), first), tf.int64)
         # -1 takes all.
         return rest.take(-is_first).concatenate(whole.take(is_first - 1))
 
-    dataset = tf.data.Dataset.range(1).flat_map(batches_of_epoch)
+    dataset = tf.data.Dataset.range(1).flat_map(epoch_batches)
     return with_length(dataset, steps, may_be_shorter=True)

@@ -7,7 +7,7 @@ differs.
 - `collectives`: Horovod's, of values, variables, objects, and of several at once
 - `optimizer`: `DistributedOptimizer`, `DistributedGradientTape`, and
   `SyncBatchNormalization`
-- `callbacks`: Horovod's callbacks, those of the learning rate, too
+- `callbacks`: Horovod's callbacks, with the ones for learning rates
 - `loading`: `load_model`; what `compile` does more
 
 Process sets, what Horovod was built with, the timeline, `alltoall` and `join` are

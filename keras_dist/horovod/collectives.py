@@ -231,7 +231,7 @@ def broadcast_object(
     """Return the object of `root_rank`, which can be pickled, on every rank.
 
     Args:
-        obj: The object; those of the other ranks are ignored.
+        obj: The object; the objects of other ranks are ignored.
         root_rank: Number of a rank among all.
         session, name: Not used.
         process_set: The ranks that take part; by default all.

@@ -303,7 +303,7 @@ class ReducesTape:
         **kwargs: Any,
     ) -> Any:
         """Gradients of `target`, over all ranks, in the structure of `sources`."""
-        del use_generic_names  # our names never depend on those of variables
+        del use_generic_names  # our names never depend on names of variables
         local = super().gradient(target, sources, output_gradients, *args, **kwargs)  # type: ignore[misc]
         flat: list[Any] = tf.nest.flatten(local)
         present = [
@@ -325,7 +325,7 @@ class ReducesTape:
 
 @keras.saving.register_keras_serializable(package="keras_dist.horovod")
 class SyncBatchNormalization(GlobalMoments, keras.layers.BatchNormalization):
-    """`BatchNormalization` whose mean and variance are those of the rows of all ranks.
+    """`BatchNormalization` with mean and variance of the rows of all ranks.
 
     Args:
         fused: Only `False`.

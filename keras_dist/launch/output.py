@@ -25,7 +25,7 @@ class Output:
     """Passes on the output of the ranks.
 
     Several ranks write to one screen, so a line, or a state of a progress bar, is shown
-    when it is complete, or long. Lines of the first rank stay what they are; those of
+    when it is complete, or long. Lines of the first rank stay what they are; lines of
     rank K begin with `[K] `.
 
     Args:

@@ -214,7 +214,7 @@ class StoreClient:
         address: Name or address of the store's host; or, as launchers pass it to
             Horovod, with port and token behind it.
         port: Port of the store.
-        secret: Secret of the job, for the values of hosts; `None` for those of ranks.
+        secret: Secret of the job, for the values of hosts; `None` for values of ranks.
 
     Attributes:
         ends: Address of this host on the network to the store, and that of the store

@@ -1,4 +1,4 @@
-"""Find optimizers: those of a model, and those inside another one."""
+"""Find the optimizers of a model, and the optimizers inside another one."""
 
 import types
 from collections import deque
@@ -22,7 +22,7 @@ _NOT_SEARCHED = {"builtins", "keras", "keras_dist", "numpy", "tensorflow"}
 def optimizers_of(model: Any) -> list[Any]:
     """Find the compiled optimizer, and all others that `model` keeps, each once.
 
-    Those of a custom train step may be attributes of the model, or stand in lists,
+    Optimizers of a custom train step may be attributes of the model, or be in lists,
     tuples and dicts, in objects of the user's own and in models and layers inside. All
     ranks find them in the same order: attributes first, in the order in which they were
     set. A set has no order that is the same on all ranks, and is not searched.

@@ -150,9 +150,9 @@ def restore_rate_progress(leaf: Any, progress: dict[str, float], warmup: float) 
     Args:
         leaf: An optimizer with the iterations of the checkpoint, whose rate is scaled
             for the number of ranks of now.
-        progress: The `rate_progress` that was saved; its `steps` are those of one
+        progress: The `rate_progress` that was saved; its `steps` count steps of one
             process.
-        warmup: Warm-up steps now, divided by those of the checkpoint.
+        warmup: Warm-up steps now, divided by the checkpoint's warm-up steps.
     """
     state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
     steps, batches = _counts(leaf)

@@ -433,7 +433,7 @@ def _check_same_gradients(
 
     Args:
         optimizer: An optimizer that averages.
-        gradients: Those of this rank; `None` where there is none.
+        gradients: This rank's gradients; `None` where there is none.
         variables: Their variables.
         number: The number in the names of their collectives.
 

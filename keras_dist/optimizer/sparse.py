@@ -45,7 +45,7 @@ class Lookups:
         indices = gradient.indices
         is_joined = indices.op.type == "ConcatV2"  # gradients of several lookups
         lookups = list(indices.op.inputs)[:-1] if is_joined else [indices]
-        are_of_rows = [_is_of_rows(lookup) for lookup in lookups]
+        are_of_rows = [_has_rows(lookup) for lookup in lookups]
         if all(are_of_rows):
             # Of a graph around the one in which the slices were marked, too.
             self._kinds.setdefault(id(variable), "rows")
@@ -137,7 +137,7 @@ def _unmark(indices: Any, count: int) -> Any:
 
 
 def _look_alike(per_rank: Sequence[np.ndarray], rows: np.ndarray) -> bool:
-    """Return True if the indices of the ranks look like those of one lookup.
+    """Return True if the indices of the ranks look like one lookup's.
 
     A step that runs eagerly has no graph to read it from. Words differ between the
     ranks. Positions do not, but their number may, with the longest row of a batch.
@@ -160,7 +160,7 @@ def _is_eager(slices: tf.IndexedSlices) -> bool:
     return isinstance(slices.indices, tf.__internal__.EagerTensor)
 
 
-def _is_of_rows(indices: Any) -> bool:
+def _has_rows(indices: Any) -> bool:
     """Return True if the number of indices grows with the rows of the batch.
 
     It does if they are computed from data, but for numbers: a number has no rows,
@@ -223,11 +223,13 @@ def is_merged(optimizer: Any) -> bool:
     outer = nested_optimizers(optimizer)
     wrappers = outer if leaves(optimizer) != outer[-1:] else outer[:-1]
     inner = leaves(optimizer)  # none before a `MultiOptimizer` is built
-    return bool(inner) and all([*map(_is_of_keras, wrappers), *map(_is_linear, inner)])
+    return bool(inner) and all(
+        [*map(_is_from_keras, wrappers), *map(_is_linear, inner)]
+    )
 
 
 def _is_linear(leaf: Any) -> bool:
-    if not _is_of_keras(leaf):
+    if not _is_from_keras(leaf):
         return False
     # Keras cannot divide slices by a loss scale that is a number.
     if leaf.gradient_accumulation_steps or leaf.loss_scale_factor is not None:
@@ -237,7 +239,7 @@ def _is_linear(leaf: Any) -> bool:
     return leaf.__class__ in linear and not is_clipped
 
 
-def _is_of_keras(optimizer: Any) -> bool:
+def _is_from_keras(optimizer: Any) -> bool:
     """Return True if the class is Keras's own, and not derived from it by a user."""
     own = optimizer.__class__
     return getattr(keras.optimizers, own.__name__, None) is own
@@ -281,7 +283,7 @@ def added_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
 
     Args:
         optimizer: The optimizer that makes the update.
-        gradients: The gradients of the update, which are those of all ranks.
+        gradients: The gradients of the update, averaged over all ranks.
     """
     has_rows = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
     with contextlib.ExitStack() as stack:

@@ -147,7 +147,7 @@ class StepContext:
     fractions: dict[Any, Any] = field(default_factory=dict)
 
     def row_fraction(self, dtype: Any) -> Any:
-        """This rank's rows divided by those of all ranks; a scalar tensor.
+        """This rank's rows divided by the rows of all ranks; a scalar tensor.
 
         If the rows of all ranks are unknown, they are summed by a collective, once in
         each graph.

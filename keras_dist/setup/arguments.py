@@ -101,7 +101,7 @@ class Options:
 
 
 def split_arguments(given: dict[str, Any]) -> tuple[KerasArguments, Options]:
-    """Split the arguments of `dist_fit` into those of `Model.fit` and all others."""
+    """Split the arguments of `dist_fit` into `Model.fit`'s and all others."""
     keras_names = {field.name for field in fields(KerasArguments)}
     of_keras = {name: given[name] for name in given if name in keras_names}
     others = {name: given[name] for name in given if name not in keras_names}

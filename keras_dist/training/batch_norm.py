@@ -38,7 +38,7 @@ class TriedMoments:
         context = step_context.current()
         if context.trial is None:
             return super()._moments(inputs, mask)  # type: ignore[misc]
-        # Not those of `GlobalMoments`, which communicate.
+        # Not the moments of `GlobalMoments`, which communicates.
         moments = keras.layers.BatchNormalization._moments(self, inputs, mask)
         return [context.trial.share(tf.stop_gradient(found)) for found in moments]
 

@@ -221,7 +221,7 @@ def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:
 
     Args:
         iterator: The iterator.
-        count: How many batches to read: those of one call.
+        count: How many batches to read: as many as one call reads.
     """
     batches = list(itertools.islice(iterator, count))
     if batches:

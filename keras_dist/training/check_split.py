@@ -22,7 +22,7 @@ from keras_dist.training import (
 
 @dataclass(frozen=True)
 class Split:
-    """How the gradients of two parts of a batch are related to those of all of it.
+    """How the gradients of two parts of a batch are related to the whole gradient.
 
     Args:
         kinds: What the gradients of each update of the step are: "mean", "sum" or

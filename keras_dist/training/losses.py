@@ -1,4 +1,4 @@
-"""Losses and logged numbers of a rank, as its parts of those of the global batch.
+"""A rank's losses and logged numbers, as its parts of the global batch's.
 
 The ranks average their gradients, weighted by rows: Σᵣ fᵣ gᵣ, where fᵣ is the fraction
 of the global batch's rows that rank r has. That is the gradient of one process if each

@@ -144,7 +144,7 @@ def combine(
         start: The value that all ranks had before; a sum is one of what came since.
 
     Returns:
-        int64 for sums of integers, which are exact; float64 for those of other numbers,
+        int64 for sums of integers, which are exact; float64 for sums of other numbers,
         and for means.
     """
     # Of ranks that have seen rows. Infinity × 0 would be NaN.

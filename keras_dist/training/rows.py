@@ -29,7 +29,7 @@ VARIABLE = "KERAS_DIST_GATHER_MIB"
 def sum_over_rows(loss: Any) -> Any:
     """Mark a loss that is a sum over the rows of the batch, in a step of your own.
 
-    Gradients of several ranks are averaged, as those of a mean have to be. A sum is
+    Gradients of several ranks are averaged, as gradients of a mean have to be. A sum is
     multiplied here by the rows of all ranks ÷ the rows of this rank, so that the
     average is the sum over the rows of all ranks.
 

@@ -59,7 +59,7 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
         name, rank = differing
         raise ValueError(
             f"The ranks have different rows in `{name}`. Received: rows on rank {rank} "
-            f"that differ from those of rank 0, in arrays of the same shape. {_ADVICE}"
+            f"that differ from rank 0's, in arrays of the same shape. {_ADVICE}"
         )
 
 

@@ -57,7 +57,7 @@ def install() -> None:
     """Let each function of Keras that saves a model do so once, under a launcher."""
     if find_place() is None or _logs:
         return
-    _logs.append(SaveLog(comm.world_of_job()))
+    _logs.append(SaveLog(comm.job_world()))
     # `Model.save` and `Model.save_weights` call these functions.
     for function in (keras.saving.save_model, keras.saving.save_weights):
         _replace_code(function)
@@ -96,7 +96,7 @@ def _share(own: Callable[..., Any]) -> Callable[..., Any]:
         is_path = call and isinstance(call.arguments.get("filepath"), str | os.PathLike)
         # A save inside of a save, such as that of an export.
         is_inner = getattr(_inside, "value", False)
-        if call is None or not is_path or is_inner or comm.is_child_of_rank():
+        if call is None or not is_path or is_inner or comm.is_rank_child():
             return own(*args, **kwargs)
         _inside.value = True
         try:
@@ -236,7 +236,7 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         or not os.path.isdir(folder)
     ):
         return own(*call.args, **call.kwargs)  # or Keras raises its own error
-    draft = os.path.join(folder, f".keras_dist.{comm.world_of_job().rank}.{name}"[:200])
+    draft = os.path.join(folder, f".keras_dist.{comm.job_world().rank}.{name}"[:200])
     with contextlib.suppress(OSError):  # a link, which is never followed
         os.remove(draft)
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed

@@ -67,7 +67,7 @@ def _draw_seed() -> int:
 class TracedFunctions:
     """What a model keeps from one fit to the next: traced functions, and their state.
 
-    Keras traces a function again after `compile` alone. Ours are kept beside those of
+    Keras traces a function again after `compile` alone. Ours are kept beside
     the plain model, which average nothing. A train function is used again in a fit in
     which everything that is part of the graph is equal: `options`.
 
@@ -165,17 +165,17 @@ class Evaluation:
     """An evaluation: who runs it, and on which data.
 
     Args:
-        is_of_all: Whether all ranks run it, and its results are those of all rows.
+        runs_on_all: Whether all ranks run it, with results over all rows.
         has_rows: `False` if this rank evaluates a row of another rank, since it has
             none.
     """
 
-    is_of_all: bool = True
+    runs_on_all: bool = True
     has_rows: bool = True
 
 
 # That of a callback, which may run on one rank only.
-ALONE = Evaluation(is_of_all=False)
+ALONE = Evaluation(runs_on_all=False)
 
 
 @dataclass
@@ -212,7 +212,7 @@ class Session:
             it can tell them an error.
         rows_restored: Rows of this epoch that the process before a resume trained on.
         rates: The learning rates of the epoch's last updates, by a name for the logs,
-            before callbacks such as `ReduceLROnPlateau` set those of the next epoch;
+            before callbacks such as `ReduceLROnPlateau` set the next epoch's;
             `None` if nobody reads them.
         on_compile: What is called when a callback has compiled the model once more.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
@@ -275,7 +275,7 @@ class Session:
         division = None if self.feed is None else self.feed.division
         return division is not None and division.unit == "rows"
 
-    def next_rows_of_all(self) -> Any:
+    def next_global_rows(self) -> Any:
         """Count the rows of all ranks in the next step; `None` if unknown.
 
         It also moves the position behind the step; in a graph or not.
@@ -352,15 +352,15 @@ class Session:
         return int(self.traced.rows_trained.numpy())
 
     @property
-    def rows_of_process(self) -> int:
+    def process_rows(self) -> int:
         """Rows of this epoch, without restored ones."""
         return self.rows_trained - self.rows_restored
 
-    def is_of_all(self) -> bool:
+    def runs_on_all(self) -> bool:
         """Return True if a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self.averages:
             return False
-        return self.evaluation is None or self.evaluation.is_of_all
+        return self.evaluation is None or self.evaluation.runs_on_all
 
     def set_awaited(self, is_awaited: bool) -> None:
         """Note that Keras's loop has its result over all ranks, or goes on from there.
@@ -374,14 +374,14 @@ class Session:
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
         """Context manager in which an evaluation runs."""
         before = self.evaluation, self.is_awaited, self.next_evaluation
-        self.evaluation, self.is_awaited = evaluation, evaluation.is_of_all
+        self.evaluation, self.is_awaited = evaluation, evaluation.runs_on_all
         self.next_evaluation = ALONE  # of a callback
         try:
             with self.raising_on_all():
                 yield
         finally:
             self.evaluation, self.is_awaited, self.next_evaluation = before
-            self.is_awaited &= not evaluation.is_of_all
+            self.is_awaited &= not evaluation.runs_on_all
 
     @contextlib.contextmanager
     def evaluating_next(self, feed: Feed) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 A step was run on a batch and on two parts of it (`trial`), which stand for ranks.
 Metrics and weights that no gradient changes are combined here over the parts as over
-ranks, and compared with those of the whole batch.
+ranks, and compared with the values of the whole batch.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def compare_states(
         model: The model, whose variables have the values from before the runs.
         whole: Values after the run of the whole batch.
         parts: Values after the runs of its parts.
-        fractions: The rows of each part, of those of the whole.
+        fractions: The rows of each part, as a fraction of the whole.
     """
     return [
         *_compare_metrics(model, whole, parts, fractions),
@@ -119,7 +119,7 @@ def describe(differences: Sequence[StateDifference]) -> list[str]:
     return sentences
 
 
-def warn_of_states(differences: Sequence[StateDifference]) -> None:
+def warn_about_states(differences: Sequence[StateDifference]) -> None:
     """Warn on the first rank, once, of all that was found.
 
     Args:

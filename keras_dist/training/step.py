@@ -129,7 +129,7 @@ class DistributedStep:
         session = self._distributed_session
         if session.rates is not None and session.evaluation is None:
             session.rates = effective_rates(self)
-        if comm.size() == 1 or not session.is_of_all():
+        if comm.size() == 1 or not session.runs_on_all():
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
         results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
         session.set_awaited(True)
@@ -196,7 +196,7 @@ def follow_last_update(model: Any, data: Any) -> Any:
     """Make the batch depend on the updates of the step before.
 
     One graph may contain several steps, whose collectives have the same names. So a
-    step must not begin its collectives before those of the step before have ended.
+    step must not begin its collectives before the step before has ended its own.
     """
     if tf.executing_eagerly():
         return data
@@ -222,7 +222,7 @@ def describe_step(
         length=length if isinstance(length, int) else None,
         has_rows=has_rows,
         step=number,
-        rows_of_all=session.next_rows_of_all(),
+        rows_of_all=session.next_global_rows(),
         global_rows=session.traced.global_rows,
         is_strided=session.feed is not None and session.feed.is_strided,
         is_keras_path=is_keras_path and not session.traced.is_split,
@@ -245,7 +245,7 @@ def wait_for_batch(model: Any, data: Any) -> Any:
 def ignore_copy(model: Any, has_rows: Any) -> Iterator[None]:
     """Context manager in which a copied batch changes no metrics and counters.
 
-    Other state does: the statistics of the copy are those of the last global batch.
+    Other state does: the copy has the statistics of the last global batch.
     """
     if has_rows is None:
         yield
@@ -335,7 +335,7 @@ def _start(model: Any, data: Any) -> None:
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
     session = session_of(model)
-    if not session.is_of_all():
+    if not session.runs_on_all():
         return own_result()
     seen = session.update_counts()
     return metrics.global_result(model.metrics, own_result, seen=seen, logs=logs)

@@ -1,7 +1,7 @@
 """Try on the first batch whether a train step's gradients are means or sums over rows.
 
 The gradients of the whole batch, as they reach `Optimizer.apply`, are compared with
-those of two parts of it, which are taken for the batches of two ranks. If their mean,
+the gradients of two parts, which are taken for the batches of two ranks. If their mean,
 weighted by rows, is the gradient of the whole, N ranks that average their gradients
 train the model of one process. If their sum is, gradients are added up instead. If
 neither is, there is a warning with the difference in percent.
@@ -43,7 +43,7 @@ from keras_dist.training.state_trial import (
     differs,
     name_strays,
     read_state,
-    warn_of_states,
+    warn_about_states,
 )
 
 # Returns the model's train step with losses and logs multiplied by what they are.
@@ -87,8 +87,8 @@ class Trial:
     Args:
         found: The kind of each loss, of each logged number, and of the gradients of
             each call of `apply`.
-        difference: By how much the gradients of the parts differ most from those of the
-            whole, as a fraction of their length.
+        difference: By how much the gradients of the parts differ most from the whole
+            batch's, as a fraction of their length.
         gatherable: Losses that can be computed from the rows of all ranks, and the MiB
             that are sent for it in a step.
         weights: For each weight, by how much its gradient differs.
@@ -208,7 +208,7 @@ def warn(model: Any, trial: Trial) -> None:
         model: The model.
         trial: What all ranks found.
     """
-    warn_of_states(trial.states)
+    warn_about_states(trial.states)
     if "neither" not in trial.updates or comm.rank() > 0:
         return
     worst = sorted(trial.weights, key=lambda path: -trial.weights[path])[:3]
@@ -231,7 +231,7 @@ class TrialRun:
 
     Args:
         begin: The first row of this part.
-        fraction: The rows of this part, of those of the whole.
+        fraction: The rows of this part, as a fraction of the whole.
         shared: What the run of the whole shared; `None` in that run.
     """
 
@@ -253,7 +253,7 @@ class TrialRun:
         return tf.ensure_shape(self.shared[self._next - 1], value.shape)
 
     def gather(self, rows: Any, *, is_known: bool = False) -> Any:
-        """Return the rows of the whole batch; those of this run have a gradient.
+        """Return the rows of the whole batch; this run's rows have a gradient.
 
         Args:
             rows: The rows of this run.
@@ -386,7 +386,7 @@ class _Runner:
 
         def judge(site: Site, both: list[list[Run]]) -> str | None:
             means = [abs(np.mean([r.numbers[site] for r in runs])) for runs in both]
-            return _kind_of_growth(*means, least=_TIMES**0.5)
+            return _find_growth(*means, least=_TIMES**0.5)
 
         numbers, both = self._find_numbers(run_both, judge)
         for index in range(len(both[0][0].gradients)):
@@ -394,7 +394,7 @@ class _Runner:
                 np.mean([_norm(r.gradients[index].values()) for r in runs])
                 for runs in both
             ]
-            numbers["apply", index] = _kind_of_growth(*means, least=_TIMES**0.25)
+            numbers["apply", index] = _find_growth(*means, least=_TIMES**0.25)
         return Trial(numbers, states=self._strays)
 
     def _find_numbers(
@@ -619,7 +619,7 @@ def _kind(size: float, of_mean: float, of_sum: float, tolerance: float) -> str |
     return "sum" if of_sum <= tolerance else "neither"
 
 
-def _kind_of_growth(before: Any, after: Any, *, least: float) -> str | None:
+def _find_growth(before: Any, after: Any, *, least: float) -> str | None:
     """Return the kind of what has grown with the number of rows, or has not."""
     if not (np.isfinite(before) and np.isfinite(after) and before):
         return None

@@ -22,7 +22,7 @@ def divided(num_rows, batch_size, size, steps=None):
     return Division.of(spec, num_rows, per_step=per_step, unit="rows", steps=steps)
 
 
-def rows_of_batch(division, step, rank):
+def batch_rows(division, step, rank):
     """Positions, in the order of a pass, of the rows that `rank` reads at `step`."""
     number, begin, end = division.span(step)
     assert number == 0
@@ -35,7 +35,7 @@ def test_ranks_read_the_batches_of_one_process():
         division = divided(num_rows, batch_size, size)
         read = []
         for step in range(division.steps):
-            batches = [rows_of_batch(division, step, rank) for rank in range(size)]
+            batches = [batch_rows(division, step, rank) for rank in range(size)]
             assert all(len(batch) <= batch_size for batch in batches) and batches[0]
             merged = sorted(row for batch in batches for row in batch)
             assert merged == list(range(merged[0], merged[0] + len(merged)))

@@ -22,7 +22,7 @@ _SIGNS = {"ok": "✔", "failed": "✘", "warning": "!"}
 
 
 def add_check(commands: argparse._SubParsersAction) -> None:
-    """Add the commands `check` and `env` to those of `keras-dist`."""
+    """Add the commands `check` and `env` to `keras-dist`."""
     check = commands.add_parser(
         "check",
         help="test whether these machines are ready to train",
@@ -62,7 +62,7 @@ def run_words(options: argparse.Namespace) -> list[str]:
 
 
 def _run(options: argparse.Namespace, words: Sequence[str] | None) -> int:
-    """Run the checks of this host, and those of ranks unless `words` is `None`."""
+    """Run the checks of this host, and of ranks unless `words` is `None`."""
     results = list[Result]()
 
     def show(checks: Iterator[Result]) -> bool:

@@ -182,7 +182,7 @@ def is_supported(version: str) -> bool:
 def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[str]:
     """List what is missing for a build, with MPI and NCCL if requested, and the cure.
 
-    Packages are those of Debian and Ubuntu; docs/how_to/install.md has others.
+    Packages are named as in Debian and Ubuntu; docs/how_to/install.md has others.
     """
     received = facts.tensorflow or "none for Python {}.{}".format(*facts.python)
     name = facts.distribution
