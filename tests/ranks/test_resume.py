@@ -183,7 +183,7 @@ def small(folder, units=1, **options):
     model.compile("sgd", "mse", run_eagerly=True)
     given = {"batch_size": 10, "verbose": 0, "epochs": 2, "resume": folder} | options
     x, y = rows_of_all()
-    keras_dist.dist_fit(model, x / NUM_ROWS, y, **given)
+    keras_dist.dist_fit(model, x / NUM_ROWS, y[:, None], **given)
     return model
 
 
