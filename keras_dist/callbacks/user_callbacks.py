@@ -11,6 +11,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.data.draws import preserve_generators
+from keras_dist.lines import warn
 from keras_dist.training.session import session_of
 
 Marked = TypeVar("Marked")
@@ -175,7 +176,10 @@ class UserCallbacks(keras.callbacks.Callback):
                 callback.set_model(model)
         # The ranks' callbacks may differ: every rank takes part in the exchange of each
         # phase that any rank has.
-        used_by_rank = comm.gather({h: self._own_phases(h) for h in _ON_ALL_RANKS})
+        phases = {hook: self._own_phases(hook) for hook in _ON_ALL_RANKS}
+        paths = [callback.filepath for callback in _checkpoints(self.given)]
+        used_by_rank, paths_by_rank = zip(*comm.gather((phases, paths)), strict=True)
+        _use_first_paths(self.given, paths_by_rank)
         self._used = {
             hook: sorted(set().union(*(u[hook] for u in used_by_rank)), reverse=True)
             for hook in _ON_ALL_RANKS
@@ -245,6 +249,31 @@ class UserCallbacks(keras.callbacks.Callback):
                 yield
             finally:
                 _is_alone.reset(token)
+
+
+def _checkpoints(callbacks: Sequence[Any]) -> list[Any]:
+    return [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
+
+
+def _use_first_paths(callbacks: Sequence[Any], paths: Sequence[list[str]]) -> None:
+    """Set the path of each `ModelCheckpoint` to that of the first rank, which writes.
+
+    Args:
+        callbacks: The callbacks of this rank.
+        paths: The paths of each rank.
+    """
+    if len(set(map(len, paths))) > 1:
+        return  # only some ranks were given them
+    for callback, path in zip(_checkpoints(callbacks), paths[0], strict=True):
+        callback.filepath = path
+    if comm.rank() == 0 and any(other != paths[0] for other in paths):
+        rank = next(k for k, other in enumerate(paths) if other != paths[0])
+        warn(
+            "The path of a ModelCheckpoint differs between the ranks. The first rank "
+            f"writes, to its own path. Received: {paths[0]} on rank 0, {paths[rank]} "
+            f"on rank {rank}. To read the file on every rank, make the path once: "
+            "`path = keras_dist.broadcast(path)`."
+        )
 
 
 @contextlib.contextmanager

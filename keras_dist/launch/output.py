@@ -20,6 +20,9 @@ _LONGEST = 1 << 14
 # would look for the end from each of its bytes.
 _LINE = re.compile(rb"\r+(?!\n)|[^\r\n]*(?:\r?\n|\r)")
 
+# What TensorFlow writes as it is imported, whatever its level of logging.
+_ROUTINE = re.compile(rb"I0000 00:00:|WARNING: All log messages before absl::Init")
+
 
 class Output:
     """Passes on the output of the ranks.
@@ -122,6 +125,8 @@ class _Lines:
 
     def _add_prefix(self, piece: bytes) -> bytes:
         was_in_line = self.is_in_line
+        if not was_in_line and _ROUTINE.match(piece):
+            return b""
         self.is_in_line = not piece.endswith((b"\n", b"\r"))
         # A progress bar begins with a carriage return, and what it takes back, which is
         # no line.

@@ -38,9 +38,6 @@ _KILL_SECONDS = 5.0
 # Signals that stop a job; and those that give the ranks time to save.
 _STOPS, SAVING = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
 
-# TensorFlow's level of logging, from which on routine lines are left out.
-_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-
 # Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -130,7 +127,7 @@ class _Ranks:
         threads = max(1, len(os.sched_getaffinity(0)) // local_size)
         environment = {
             **dict.fromkeys(_THREADS, str(threads)),
-            _LOG_LEVEL: "1",
+            "TF_CPP_MIN_LOG_LEVEL": "1",  # no information
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             **self._variables,

@@ -31,15 +31,13 @@ _RANKS, _HOSTS = "keras_dist_watch", "keras_dist_hosts"
 # A name that ends so reads all values whose names begin with it.
 _ALL = "*"
 
-# Seconds for a request.
-_SECONDS = 2.0
-
 # Seconds for which a rank waits for the others to connect: importing TensorFlow may
 # take a minute longer on one host than on another one.
 _CONNECT, _CONNECT_SECONDS = "HOROVOD_GLOO_TIMEOUT_SECONDS", "120"
 
-# How often a value is sent that must arrive, though the store is busy.
-MANY = 5
+# Seconds for a request; and how often a value is sent that must arrive, though the
+# store is busy.
+_SECONDS, MANY = 2.0, 5
 
 
 # The numbers of a rank, as Horovod has them in its variables.

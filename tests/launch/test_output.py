@@ -205,3 +205,21 @@ def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(screens):
     for rank in (first, second):
         rank.close()
     output.close()
+
+
+def test_what_tensorflow_writes_as_it_is_imported_is_left_out(screens):
+    """Information that it writes at any level; an error beside it is shown."""
+    routine = b"I0000 00:00:1795808367.005865    4588 port.cc:153] oneDNN is on.\n"
+    head = b"WARNING: All log messages before absl::InitializeLog() is called are\n"
+    error = b"E0000 00:00:1795808369.811250    4588 cuda_platform.cc:52] no driver\n"
+    output = Output()
+    ranks = [_Rank(output, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.write(1, head + routine + error + b"I0000 am a user\n")
+    assert screens() == [
+        b"",
+        error + b"I0000 am a user\n[1] " + error + b"[1] I0000 am a user\n",
+    ]
+    for rank in ranks:
+        rank.close()
+    output.close()

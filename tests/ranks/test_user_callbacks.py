@@ -8,7 +8,7 @@ import signal
 import keras
 import numpy as np
 import pytest
-from claims import assert_equal_to_the_bit, shortened
+from claims import assert_equal_to_the_bit, shortened, warned
 
 import keras_dist
 
@@ -51,6 +51,18 @@ def raised(call):
     except Exception as error:
         found = type(error).__name__, str(error)
     return keras_dist.gather(found)
+
+
+@several_ranks
+def test_a_path_of_each_rank_is_that_of_the_first(rows, make_model, folder):
+    """As of a name with the time; each rank can read the file; a warning says so."""
+    path = f"{folder}/{keras_dist.rank()}.weights.h5"
+    saves = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    with warned("path of a ModelCheckpoint") as texts:
+        fit(make_model(), rows, saves, epochs=1, verbose=0)
+    assert len(texts) == (keras_dist.rank() == 0)
+    assert saves.filepath == f"{folder}/0.weights.h5"
+    make_model().load_weights(saves.filepath)
 
 
 def test_a_callback_may_pickle_and_copy_the_model(rows, make_model):

@@ -230,6 +230,16 @@ def pairs_mean(run):
     return _pairs(run, contrastive)
 
 
+@CONTRAST.way("siamese pairs, a loss function that adds up the rows")
+def pairs_sum(run):
+    def contrastive(y_true, y_pred):
+        near = ops.square(y_pred)
+        far = ops.square(ops.maximum(1 - y_pred, 0))
+        return ops.sum((1 - y_true) * near + y_true * far)
+
+    return _pairs(run, contrastive)
+
+
 class Proxies(keras.Model):
     """Similarities of each row to one trained vector a class."""
 

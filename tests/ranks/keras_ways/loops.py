@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import psutil
 import tensorflow as tf
+from data_kinds import Sequence
 from keras import ops
 
 from keras_ways.data import floats, integers, perceptron
@@ -90,6 +91,19 @@ def cosine(run):
 def steps_of_rate(run):
     piecewise = keras.optimizers.schedules.PiecewiseConstantDecay
     return _schedule(run, piecewise([4, 8], [0.05, 0.02, 0.01]))
+
+
+@LOOPS.way("rates set by callbacks")
+def rates_by_callbacks(run):
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
+    callbacks = [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+        keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=10.0),
+    ]
+    x, y = floats(5), floats(1, seed=1)
+    given = {"callbacks": callbacks, "validation_data": (x[:9], y[:9])}
+    return model, run.fit(model, x, y, epochs=4, **given)
 
 
 @LOOPS.way("k-fold cross-validation in a loop", is_traced=True)
@@ -287,3 +301,38 @@ def sum_of_losses(run):
     model = SumOfLosses(inputs, keras.layers.Dense(1)(inputs))
     run.compile(model, keras.optimizers.SGD(0.005, momentum=0.9))
     return model, run.fit(model, floats(5), floats(1, seed=1))
+
+
+@LOOPS.way("batches of a PyDataset and of a generator")
+def batches(run):
+    model = run.compile(perceptron(4, 1, inputs=5), "adam", "mse")
+    data = Sequence(floats(5), floats(1, seed=1), [run.batch_size])
+    first = run.fit(model, data, validation_data=data)
+
+    def generator():
+        for index in range(len(data)):
+            yield data[index]
+
+    return model, first, run.fit(model, generator())
+
+
+@LOOPS.way("several optimizers for the layers, several steps an execution")
+def layered(run):
+    body, head = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.01)
+    model = perceptron(4, 1, inputs=5)
+    first = {weight.path for weight in model.layers[0].weights}
+    optimizer = keras.optimizers.MultiOptimizer(
+        lambda variable: body if variable.path in first else head
+    )
+    run.compile(model, optimizer, "mse", run_eagerly=False, steps_per_execution=2)
+    history = run.fit(model, floats(5), floats(1, seed=1), epochs=2)
+    return model.weights, body, head, history
+
+
+@LOOPS.way("accumulated gradients and a moving average of the weights")
+def accumulated(run):
+    optimizer = keras.optimizers.AdamW(
+        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8
+    )
+    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
+    return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)

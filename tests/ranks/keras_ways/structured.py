@@ -226,6 +226,32 @@ def time_series(run):
     return model, history
 
 
+@STRUCTURED.way("imbalanced classes: class weights, counts of errors")
+def imbalanced(run):
+    model = perceptron(4, 1, inputs=5, activation="sigmoid")
+    metrics = [
+        keras.metrics.FalseNegatives(name="fn"),
+        keras.metrics.TruePositives(name="tp"),
+        keras.metrics.Precision(name="precision"),
+        keras.metrics.Recall(name="recall"),
+    ]
+    run.compile(model, "adam", "binary_crossentropy", metrics=metrics)
+    x, y = floats(5), (np.arange(ROWS) % 7 == 0).astype("int32")[:, None]
+    weights = {0: 1 / 16, 1: 1 / 4}
+    given = {"class_weight": weights, "validation_data": (x[:9], y[:9])}
+    return model, run.fit(model, x, y, epochs=2, **given)
+
+
+@STRUCTURED.way("sample weights: of arrays, and of a data set")
+def sample_weights(run):
+    model = perceptron(4, 1, inputs=5)
+    run.compile(model, "adam", "mse", weighted_metrics=["mae"])
+    x, y = floats(5), floats(1, seed=1)
+    weights = np.linspace(0.1, 2, ROWS).astype(keras.config.floatx())
+    first = run.fit(model, x, y, sample_weight=weights)
+    return model, first, run.fit(model, _batches(run, x, y, weights))
+
+
 @STRUCTURED.way("quantiles: a loss function with one value a row")
 def quantiles(run):
     def pinball(y_true, y_pred):

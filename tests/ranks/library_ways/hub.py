@@ -146,6 +146,14 @@ def gpt2_lora(run):
     return train_tokens(run, model)
 
 
+@HUB.way("GPT-2 with LoRA in int8", is_traced=True, rounds_as="float32")
+def gpt2_int8(run):
+    model = gpt2()
+    model.quantize("int8")
+    model.backbone.enable_lora(rank=2)
+    return train_tokens(run, model)
+
+
 # A Mixtral of another dtype is an error of KerasHub, which mixes it with float32.
 @HUB.way(
     "Mixtral without its load-balancing loss",
@@ -155,6 +163,18 @@ def gpt2_lora(run):
 )
 def mixtral_unbalanced(run):
     return train_tokens(run, mixtral(0.0))
+
+
+@HUB.way("Gemma from token arrays", is_traced=True, rounds_as="float32")
+def gemma_tokens(run):
+    return train_tokens(run, gemma())
+
+
+@HUB.way("Gemma with LoRA", is_traced=True, on_three=True, rounds_as="float32")
+def gemma_lora(run):
+    model = gemma()
+    model.backbone.enable_lora(rank=2)
+    return train_tokens(run, model)
 
 
 @HUB.way("Gemma with LoRA in int8", is_traced=True, rounds_as="float32")
