@@ -35,9 +35,11 @@ def count(transport, kind: str) -> None:
 
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse", metrics=["mae"])
-x = np.ones((16, 8), "float32")
-mark = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: note("first step"))
-options = {"batch_size": 8, "verbose": 0, "callbacks": [mark]}
+x = np.ones((32, 8), "float32")
+mark = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: note("first step")
+)
+options = {"batch_size": 16, "verbose": 0, "callbacks": [mark]}
 if is_plain:
     model.fit(x, x[:, :1], **options)
     print("measured: " + json.dumps({"seconds": times}), flush=True)
