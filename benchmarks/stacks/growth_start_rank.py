@@ -12,8 +12,7 @@ import keras
 import numpy as np
 
 is_plain, begin = sys.argv[1] == "plain", float(sys.argv[2])
-times = {}
-counted = {"collectives": 0, "bytes": 0}
+times, counted = {}, {"collectives": 0, "bytes": 0}
 
 
 def note(part: str) -> None:
@@ -36,10 +35,9 @@ def count(transport, kind: str) -> None:
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse", metrics=["mae"])
 x = np.ones((32, 8), "float32")
-mark = keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda batch, logs: note("first step")
-)
-options = {"batch_size": 16, "verbose": 0, "callbacks": [mark]}
+mark = {"on_train_batch_end": lambda batch, logs: note("first step")}
+options = {"batch_size": 16, "verbose": 0}
+options["callbacks"] = [keras.callbacks.LambdaCallback(**mark)]
 if is_plain:
     model.fit(x, x[:, :1], **options)
     print("measured: " + json.dumps({"seconds": times}), flush=True)
