@@ -110,6 +110,8 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path, launches):
     for one, other in zip(expected, state, strict=True):
         if one.dtype.kind == "f":
             np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
+    # A layer counts the rows of all ranks, each of which is trained on once an epoch.
+    assert 3 * NUM_ROWS in [number.item() for number in state if number.size == 1]
     assert resumed.keys() == history.keys()
     for name, values in history.items():
         np.testing.assert_allclose(resumed[name], values, rtol=2e-5, err_msg=name)
