@@ -66,7 +66,7 @@ def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     assert done.returncode == EXIT_CODE, done.stderr
     for rank in range(ranks):
         for text in ("keras_dist: no rank has made progress for 5 s", "Stack of the"):
-            assert f"\n{prefix(rank)}{text}" in done.stderr
+            assert f"\n{prefix(rank)}{text}" in f"\n{done.stderr}"
     assert re.search(
         r"\nRank 1 is missing: in step \d+ of .* in sleep_for_ever", done.stderr
     ), done.stderr
