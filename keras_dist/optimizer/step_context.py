@@ -227,6 +227,9 @@ def run_inline() -> contextlib.AbstractContextManager[None]:
     """
 
     def run(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(function.python_function, "__module__", None) or ""
+        if module.partition(".")[0] in ("tensorflow", "keras_dist"):
+            return plain(*args, **kwargs)  # nor what XLA compiles of the step
         inline = tf.__internal__.autograph.tf_convert(
             function.python_function, _AUTOGRAPH, user_requested=True
         )

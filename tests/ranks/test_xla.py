@@ -61,6 +61,24 @@ def test_a_model_that_xla_cannot_compile_trains_without(world, rows, make_model)
     assert model.jit_compile
 
 
+class Sees(keras.layers.Layer):
+    """Notes in which graph it is traced."""
+
+    def call(self, x):
+        self.graphs.append(tf.compat.v1.get_default_graph().name)
+        return x
+
+
+def test_the_step_that_trains_is_the_one_that_xla_compiles(rows):
+    """It is traced last, and by the function that XLA compiles, not beside it."""
+    sees = Sees()
+    object.__setattr__(sees, "graphs", [])
+    model = keras.Sequential([keras.Input((5,)), sees, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=True)
+    keras_dist.dist_fit(model, *rows, batch_size=8, **ARGUMENTS)
+    assert sees.graphs[-1].startswith("_record")
+
+
 class ChangesItsBatch(keras.Sequential):
     """Takes its targets out of the dict that it is given."""
 
