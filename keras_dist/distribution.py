@@ -88,10 +88,10 @@ def distribute(
 def _begin(options: Options) -> None:
     _options.append(options)
     if len(_options) == 1:
-        for (cls, name), method in _METHODS.items():
-            fit.replaced[name] = plain = getattr(cls, name)
+        for (cls, name), make in _METHODS.items():
+            plain = getattr(cls, name)
             # Its signature stays: packages choose by it what they pass on.
-            method = functools.wraps(plain)(method)
+            method = functools.wraps(plain)(make(plain))
             _changes.callback(mixin.set_method(cls, name, method))
 
 
@@ -99,7 +99,6 @@ def _end(options: Options) -> None:
     _options.remove(options)
     if not _options:
         _changes.close()
-        fit.replaced.clear()
 
 
 def _is_plain(model: Any, name: str) -> bool:
@@ -115,11 +114,11 @@ def _train(
     return fit.train(model, KerasArguments(**given), options, plain)
 
 
-def _on_all(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _on_all(plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     """Make the method that calls `run` on all ranks, with the arguments by name."""
+    name = plain.__name__
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = fit.plain_method(name)
         is_serial = name != "fit" and comm.size() == 1
         if private.OF_FIT in kwargs or is_serial or _is_plain(model, name):
             return plain(model, *args, **kwargs)
@@ -143,11 +142,13 @@ def _bind(
     return arguments
 
 
-def _on_batch(name: str) -> Callable[..., Any]:
+def _on_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
+    name = plain.__name__
+
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         averages = optimizer.is_distributed(getattr(model, "optimizer", None))
         if averages or _is_plain(model, name) or comm.size() == 1:
-            return fit.plain_method(name)(model, *args, **kwargs)
+            return plain(model, *args, **kwargs)
         raise RuntimeError(
             f"`{name}` computes on one rank alone, so that the models of the ranks "
             f"would drift apart. Received: a call on {comm.size()} ranks, at "
@@ -159,27 +160,29 @@ def _on_batch(name: str) -> Callable[..., Any]:
     return call
 
 
-def _apply(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
-    is_ours = step_context.is_inside() or mixin.has(
-        optimizer_, optimizer.ReducesGradients
-    )
-    if is_ours or is_alone() or comm.size() == 1 or comm.is_rank_child():
-        return fit.plain_method("apply")(optimizer_, *args, **kwargs)
-    raise RuntimeError(
-        "An optimizer that does not average its gradients updates weights in a loop of "
-        f"your own on {comm.size()} ranks: their models would drift apart. Received: "
-        f"{optimizer_!r}, at {find_caller()}. Pass it to "
-        "keras_dist.DistributedOptimizer, and give each rank its own rows."
-    )
+def _on_apply(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
+        averages = mixin.has(optimizer_, optimizer.ReducesGradients)
+        is_ours = averages or step_context.is_inside()
+        if is_ours or is_alone() or comm.size() == 1 or comm.is_rank_child():
+            return plain(optimizer_, *args, **kwargs)
+        raise RuntimeError(
+            "An optimizer that does not average its gradients updates weights in a "
+            f"loop of your own on {comm.size()} ranks: their models would drift apart. "
+            f"Received: {optimizer_!r}, at {find_caller()}. Pass it to "
+            "keras_dist.DistributedOptimizer, and give each rank its own rows."
+        )
+
+    return call
 
 
-_METHODS = {
-    (keras.Model, "fit"): _on_all("fit", _train),
-    (keras.Model, "evaluate"): _on_all("evaluate", fit.evaluate),
-    (keras.Model, "predict"): _on_all("predict", fit.predict),
-    (keras.Model, "train_on_batch"): _on_batch("train_on_batch"),
-    (keras.Model, "test_on_batch"): _on_batch("test_on_batch"),
-    (keras.optimizers.Optimizer, "apply"): _apply,
+_METHODS: dict[tuple[Any, str], Callable[..., Any]] = {
+    (keras.Model, "fit"): functools.partial(_on_all, run=_train),
+    (keras.Model, "evaluate"): functools.partial(_on_all, run=fit.evaluate),
+    (keras.Model, "predict"): functools.partial(_on_all, run=fit.predict),
+    (keras.Model, "train_on_batch"): _on_batch,
+    (keras.Model, "test_on_batch"): _on_batch,
+    (keras.optimizers.Optimizer, "apply"): _on_apply,
 }
 
 

@@ -230,9 +230,6 @@ def _find_order_seed(model: Any) -> int:
     return (generator.getrandbits(31) + int(made)) % 2**31
 
 
-# The methods of `keras.Model` that `distribute` has replaced, by name.
-replaced: dict[str, Any] = {}
-
 # The model and the method whose next call is one of ours, for Keras's own loop.
 _passing: ContextVar[tuple[int, str] | None] = ContextVar("passing", default=None)
 
@@ -253,22 +250,18 @@ def run_loop(
         arguments: Keyword arguments.
         loop: Keras's own method of the model, if it was called, and not the model's.
     """
-    if loop is None and not _takes_data(getattr(model.__class__, name)):
-        loop = functools.partial(plain_method(name), model)
+    is_override = loop is None and _takes_data(getattr(model.__class__, name))
     with contextlib.ExitStack() as stack:
         stack.enter_context(turn_off_tuning())
         if loop is None:
             token = _passing.set((id(model), name))
             stack.callback(_passing.reset, token)
+            loop = functools.partial(getattr(keras.Model, name), model)
+        if is_override:
             loop = getattr(model, name)
         elif name == "evaluate" and mixin.has(model, step.DistributedStep):
             stack.enter_context(step.evaluating(model))
         return loop(**arguments)
-
-
-def plain_method(name: str) -> Callable[..., Any]:
-    """Return a method of `keras.Model` as it is without `distribute`."""
-    return replaced.get(name) or getattr(keras.Model, name)
 
 
 def is_passing(model: Any, name: str) -> bool:
@@ -350,6 +343,7 @@ def predict(
         "`gather`": gather,
         "`steps`": steps,
         "the shapes of the rows": [tuple(leaf.shape) for leaf in leaves],
+        "whether the data comes in batches": is_source,
         "whether the data was divided by `shard`": is_divided,
     }
     comm.agree(facts, advice=_ADVICE)

@@ -94,6 +94,19 @@ def test_one_process_is_plain_keras_to_the_bit(rows, arguments):
     assert ours.params == plain.params and model.history is ours
 
 
+def test_a_checkpoint_changes_nothing(rows, tmp_path):
+    """Of data in batches, with weights of classes: they count once."""
+    data = tf.data.Dataset.from_tensor_slices(rows).batch(8)
+    for steps in (None, 4):
+        expected, model = make_model(), make_model()
+        given = {"epochs": 2, "steps_per_epoch": steps, "verbose": 0}
+        given |= {"class_weight": {0: 1.0, 1: 3.0}}
+        expected.fit(data, **given)
+        keras_dist.dist_fit(model, data, resume=tmp_path / f"{steps}", **given)
+        for own, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+            assert (own == other).all()
+
+
 def test_one_process_is_plain_keras_whatever_is_compiled(rows):
     """Optimizers of every kind, in a graph and in XLA; `evaluate` and `predict` too."""
     x, y = rows

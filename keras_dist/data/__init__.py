@@ -9,11 +9,11 @@ Keras. From the bottom:
 - `dealer`: `Dealer`, what a rank reads of batches that all ranks have
 - `arrays`: `Arrays`, rows in memory or in memory-mapped files, and their order
 - `presharded`: data sets that `keras_dist.shard` divided before rows were decoded
-- `draws`: which numbers `random` and `numpy.random` draw: the same on all ranks, or not
+- `draws`: switches `random` and `numpy.random` between shared numbers and a rank's own
 - `source`: `Source`, one view of all data that comes in batches
 - `sequence`: read a `PyDataset` by index
 - `stream`: read data of unknown length, of which all ranks agree on the end
-- `feed`: `Feed`, what one rank reads, and where it stands in it
+- `feed`: `Feed`, one rank's data for Keras
 - `adapters`: make a `Feed` of each kind of data
 
 To support a new kind of data: if it yields batches, `Source` must know its length and

@@ -1,4 +1,4 @@
-"""One adapter a kind of data that comes in batches: what this rank reads of it.
+"""Make this rank's `Feed` of arrays, or of data that comes in batches.
 
 To support a new kind: `Source` knows its length and how to iterate over it, and a
 function here makes its `Feed`.
@@ -76,7 +76,9 @@ def training_feed(
             "There is no data to train on. Received: x=None. Pass arrays, a "
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
-    steps = scale_steps(steps_rule, steps_per_epoch, size=spec.size)
+    steps = scale_steps(
+        steps_rule, steps_per_epoch, size=spec.size, name="steps_per_epoch"
+    )
     given = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     given |= {"batch_size": batch_size, "steps_per_epoch": steps, "shuffle": shuffle}
     rows = Rows(
@@ -103,7 +105,10 @@ def _feed_arrays(
     batch_size = check_count("batch_size", rows.batch_size or per_step or _BATCH_SIZE)
     _check_rows(arrays, batch_size, spec)
     rows = replace(rows, batch_size=batch_size, total=total)
-    facts: dict[str, Any] = {"the shapes of the rows": arrays.row_shapes()}
+    facts: dict[str, Any] = {
+        "the shapes of the rows": arrays.row_shapes(),
+        "`class_weight`": given["class_weight"],
+    }
     if spec.shard == "none" or (spec.size == 1 and not spec.keeps_position):
         local_batch = batch_size
         if spec.is_global:
@@ -136,7 +141,6 @@ def _feed_arrays(
         "the number of rows": total,
         "the batch size": batch_size,
         "the steps of an epoch": division.steps,
-        "`class_weight`": given["class_weight"],
     }
     shuffle, is_marked = given["shuffle"], division.has_empty_parts
     fixed = _find_keras_order(division, shuffle, spec.keras_seed)
@@ -183,7 +187,11 @@ def _feed_batches(
     if source.has_seeded_passes and steps is None and spec.position:
         skip_epochs(source.data, spec.position.epoch)
     feed = adapt_batches(source, spec, is_training=True, shuffle=shuffle)
-    is_plain = feed.data is source.data
+    if steps is not None:
+        # Keras may read ahead, into batches of the next epoch.
+        feed = replace(feed, epoch=None, division=None)
+    # One process reads the user's data as it is, unless its epochs are set.
+    is_plain = feed.data is source.data or (spec.size == 1 and feed.epoch is None)
     # A sequence that is not sharded is shuffled by Keras.
     is_shuffled = shuffle and is_plain and source.kind == "sequence"
     arguments = given | {"x": feed.data, "shuffle": is_shuffled}
@@ -198,9 +206,6 @@ def _feed_batches(
         if batch_size and is_shared:
             batch_size *= spec.size
         before = -(-length // batch_size) if length and batch_size else None
-    if steps is not None:
-        # Keras may read ahead, into batches of the next epoch.
-        feed = replace(feed, epoch=None, division=None)
     division = feed.division
     is_known = feed.length is not None or spec.size == 1
     return replace(
@@ -218,7 +223,8 @@ def _feed_batches(
         class_weight=None if is_plain else given["class_weight"],
         is_exact=is_known and not (division is not None and division.is_within_epoch),
         facts={
-            "the batches of a pass over its data": finite_or_none(feed.length),
+            "the batches of a pass over its data": _count_dealt(source, spec)
+            or finite_or_none(feed.length),
             "the steps of an epoch": steps,
             "`class_weight`": given["class_weight"],
             "whether the data can be read from the middle": division is not None,
@@ -234,6 +240,7 @@ def validation_feed(
     steps: int | None,
     steps_rule: str,
     spec: ShardSpec,
+    prefix: str = "",
 ) -> Feed:
     """Make the feed of this rank's validation data.
 
@@ -242,12 +249,16 @@ def validation_feed(
         batch_size, steps: The user's.
         steps_rule: How `steps` changes with the number of ranks.
         spec: The ranks, and how data is divided among them.
+        prefix: Of the names that the user gave `batch_size` and `steps`.
 
     Raises:
         ValueError: If there is no row, or `steps` is unusable.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    own_steps = scale_steps(steps_rule, steps, size=spec.size)
+    name = f"{prefix}steps"
+    own_steps = scale_steps(steps_rule, steps, size=spec.size, name=name)
+    if batch_size is not None:
+        batch_size = check_count(f"{prefix}batch_size", batch_size)
     rule = f"steps scaled: {steps_rule}" if steps else ""
     pieces = {"x": x, "y": y, "sample_weight": sample_weight}
     rows = Rows("arrays", batch_size, steps_before=steps, rule=rule)
@@ -273,6 +284,7 @@ def validation_feed(
             source=source,
             keras_steps=None if limit is not None else own_steps and rows.steps,
             is_exact=is_exact or spec.size == 1,
+            facts={"the validation batches of a pass": _count_dealt(source, spec)},
         )
     if spec.size == 1 or spec.shard == "none":
         rows = replace(
@@ -364,6 +376,12 @@ def is_dealt(source: Source, spec: ShardSpec) -> bool:
     A rank alone is dealt all of them if its position is saved.
     """
     return source.is_same or (spec.size == 1 and spec.keeps_position)
+
+
+def _count_dealt(source: Source, spec: ShardSpec) -> int | None:
+    """Count the batches of a pass that is dealt; more on one rank would be left out."""
+    is_own = source.presharded is not None or not is_dealt(source, spec)
+    return None if is_own else finite_or_none(source.length)
 
 
 def adapt_batches(
@@ -517,7 +535,7 @@ def _adapt_dataset(
 
 
 def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Feed:
-    """Find this rank's batches, which are all that there are in its data set.
+    """Make the feed of presharded data: a rank reads all batches of its data set.
 
     At the end of a pass some ranks may have a batch more. In training the others take
     part in its step without rows, by a copy of their last one.

@@ -196,9 +196,9 @@ def read_rows(
 ) -> tf.data.Dataset:
     """Read a rank's rows of every global batch of an epoch.
 
-    The order of a pass is the same on every rank and for every number of ranks. The
-    number of the epoch is read from a variable, because an iterator cannot count
-    epochs: Keras makes more iterators than there are epochs.
+    Every rank, of any number of ranks, reads a pass in the same order. The number of
+    the epoch is read from a variable, because an iterator cannot count epochs: Keras
+    makes more iterators than there are epochs.
 
     Args:
         arrays: All rows; every rank holds them.

@@ -79,13 +79,16 @@ class ShardSpec:
         return 1 if self.is_global else self.size
 
 
-def scale_steps(rule: str, steps: int | None, *, size: int) -> int | None:
+def scale_steps(
+    rule: str, steps: int | None, *, size: int, name: str = "steps"
+) -> int | None:
     """Scale the steps of a script for one process to steps of each rank.
 
     Args:
         rule: `"divide"` by the number of ranks and round up, or `"none"`.
         steps: Steps that the script asks for, or `None` for all of the data.
         size: Number of ranks.
+        name: The name of the argument, for the error.
 
     Raises:
         ValueError: If `steps` is not a positive whole number.
@@ -95,7 +98,7 @@ def scale_steps(rule: str, steps: int | None, *, size: int) -> int | None:
     """
     if steps is None:
         return None
-    steps = check_count("steps", steps)
+    steps = check_count(name, steps)
     return -(-steps // size) if rule == "divide" else steps
 
 

@@ -1,4 +1,4 @@
-"""Which numbers `random` and `numpy.random` draw: all ranks' or a rank's own.
+"""Switch `random` and `numpy.random` between shared numbers and a rank's own.
 
 What every rank runs draws alike: a generator or an `on_epoch_end` that shuffles would
 give each rank other rows. What a rank runs for its own batches alone draws numbers of

@@ -1,4 +1,4 @@
-"""What one rank reads of the user's data, and where it stands in it."""
+"""One rank's data for Keras: its batches, their number, and the position in them."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ _WRONG_LENGTH = re.compile(r"expected to contain .* but contained[^\[{]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """What one rank reads of the user's data: the same answers for every kind.
+    """One rank's data, with the same attributes for every kind of data.
 
     Args:
         data: The batches, in a type that Keras takes.

@@ -18,7 +18,6 @@ from keras_dist.callbacks.user_callbacks import is_writer, runs_on_first_rank_on
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed
-from keras_dist.data.source import Source
 from keras_dist.optimizer.rate import rate_factor
 from keras_dist.setup.arguments import KerasArguments, Options
 
@@ -59,13 +58,13 @@ class FitSetup:
     def saves_within_epochs(self) -> bool:
         """Return True if checkpoints are also saved in the middle of an epoch.
 
-        Not for data of unknown length or order: it has no position to continue from.
+        Only data that has a position to continue from.
         """
         return self.training.division is not None
 
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""
-        names = ("epochs", "initial_epoch", "validation_freq", "class_weight")
+        names = ("epochs", "initial_epoch", "validation_freq")
         given = self.arguments
         facts = {f"`{name}`": given[name] for name in names} | self.training.facts
         facts |= self.validation.facts if self.validation else {}
@@ -292,9 +291,10 @@ def _make_feeds(
             steps=fit.validation_steps,
             steps_rule=options.validation_steps_scaling,
             spec=spec,
+            prefix="validation_",
         )
     except ValueError:
-        if spec.size > 1 or isinstance(fit.x, Source):
+        if spec.size > 1 or spec.position is not None:
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(fit.x).__name__.lstrip("_")

@@ -93,6 +93,11 @@ def test_unknown_rules_and_negative_factors(world, make_model, rows):
         call = fit(make_model(), *rows, batch_size=batch_size)
         for message in raises_everywhere(ValueError, call):
             assert f"batch_size={batch_size}" in message
+    for name in ("steps_per_epoch", "validation_steps", "validation_batch_size"):
+        call = fit(make_model(), *rows, validation_data=rows, **{name: -3})
+        if world.size > 1:
+            for message in raises_everywhere(ValueError, call):
+                assert f"Received: {name}=-3" in message
 
 
 @pytest.mark.three_ranks
@@ -105,6 +110,7 @@ def test_ranks_that_differ(world, make_model, rows):
     part = x[: 60 - 20 * world.rank], y[: 60 - 20 * world.rank]
     data = tf.data.Dataset.from_tensor_slices((x, y))
     batches = data.batch(10 + 10 * world.rank)
+    one_more = data.batch(8).take(9 + min(world.rank, 1))
     callbacks = [keras.callbacks.TerminateOnNaN()] if world.rank else []
     op = "sum" if world.rank else "average"
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(), op=op)
@@ -121,6 +127,11 @@ def test_ranks_that_differ(world, make_model, rows):
             "the batches of a pass over its rows",
         ),
         (fit(make_model(), batches), "the batches of a pass over its data"),
+        (fit(make_model(), one_more), "the batches of a pass over its data"),
+        (
+            fit(make_model(), x, y, validation_data=one_more),
+            "the validation batches of a pass",
+        ),
         (fit(make_model(), x, y, callbacks=callbacks), "the callbacks"),
         (fit(make_model(optimizer), x, y), "`op` and `compression`"),
     ]

@@ -240,14 +240,13 @@ def verify(how: str) -> Built:
     installed, error = probe()
     if installed is not None and installed.is_patched:
         return installed
+    error = f"cannot be imported:\n{error}"
     if installed is not None:
         error = (
-            f"without keras_dist's patches: {find_library()}. "
-            "Perhaps another Horovod comes first in Python's search path."
+            f"another one, without keras_dist's patches, is imported: {find_library()}."
+            " Perhaps it comes first in Python's search path."
         )
-    raise InstallError(
-        f"Horovod {HOROVOD} was {how} and installed, but cannot be imported:\n{error}"
-    )
+    raise InstallError(f"Horovod {HOROVOD} was {how} and installed, but {error}")
 
 
 def runtime_requirements(python: tuple[int, int]) -> list[str]:
