@@ -108,15 +108,10 @@ def made_objects() -> dict[str, object]:
     )
     of_optimizer = (
         "_accumulated_gradients",
-        "_backend_apply_gradients",
-        "_clip_gradients",
         "_get_variable_index",
         "_iterations",
         "_learning_rate",
         "_trainable_variables",
-        "_trainable_variables_indices",
-        "_untrack_variable",
-        "_use_weight_decay",
     )
     return {
         **dict.fromkeys(of_model, model),
@@ -125,25 +120,18 @@ def made_objects() -> dict[str, object]:
         "_filename": numbers.cache(),
         "_flat_losses": model._compile_loss,
         "_fn": keras.metrics.MeanSquaredError(),
-        "_handle_data": tf.Variable(0.0).handle,
         "_inputs": numbers.cache(),
-        "_iterator_resource": iter(numbers),
         "_keras_mask": masked,
         "_metrics": keras.metrics.Mean(),
         "_model": keras.callbacks.Callback(),
-        "_name": layer.kernel,
         "_moments": normalization,
         "_momentums": rmsprop,
-        "_path": layer.kernel,
         "_reduction_axes": normalization,
         "_rerandomize": tf.data.Dataset.random(seed=1),
         "_reshuffle_each_iteration": shuffled,
         "_seed": shuffled,
         "_seed2": shuffled,
         "_use_cached_eval_dataset": inspect.getsource(model.evaluate),
-        "_user_metrics": model._compile_metrics,
-        "_user_weighted_metrics": model._compile_metrics,
-        "_value": layer.kernel,
     }
 
 
