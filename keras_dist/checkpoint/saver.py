@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import keras
 
 from keras_dist import comm
-from keras_dist.callbacks.average_statistics import AverageStatistics
+from keras_dist.callbacks.average_statistics import AverageStatistics, variables_by_rule
 from keras_dist.callbacks.broadcast_variables import build_optimizers, state_variables
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
@@ -276,13 +276,15 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_first(self, saved: Saved) -> None:
         states.check_fits(self.model, saved.model)
-        statistics = self._states.find(saved.callbacks, AverageStatistics)
-        starts = [] if statistics is None else statistics["before"]
         is_same_size = len(saved.ranks) == comm.size()
-        states.restore_first(
-            self.model, saved.arrays, saved.ranks, None if is_same_size else starts
-        )
+        starts = None if is_same_size else self._sum_starts(saved)
+        states.restore_first(self.model, saved.arrays, saved.ranks, starts)
         saved.arrays.clear()
+
+    def _sum_starts(self, saved: Saved) -> list[Any]:
+        """Return what the summed variables were when they were last synchronized."""
+        statistics = self._states.find(saved.callbacks, AverageStatistics)
+        return [] if statistics is None else statistics["before"]
 
     def _restore_own(self) -> None:
         """Restore the state of this rank that differs from the first rank's."""
@@ -292,6 +294,10 @@ class Saver(keras.callbacks.Callback):
             return
         if len(saved.ranks) == comm.size():
             states.restore_rank(self.model, saved.ranks[comm.rank()])
+        elif comm.rank() != 0:  # the first rank has what all have added
+            added_up = variables_by_rule(self.model)["sum"]
+            for pair in zip(added_up, self._sum_starts(saved), strict=False):
+                pair[0].assign(pair[1])
         if self._is_within_epoch():
             with comm.together():
                 states.restore_metrics(self.model, saved.ranks)

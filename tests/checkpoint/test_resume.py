@@ -95,14 +95,15 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
 
 
 @pytest.mark.parametrize(
-    "launches", [[3, None], pytest.param([2, 3, None], marks=pytest.mark.long)]
+    "launches", [[3, 2], pytest.param([2, 3, None], marks=pytest.mark.long)]
 )
 def test_another_number_of_ranks_resumes_the_same_training(tmp_path, launches):
-    """The last one without a launcher; one global batch of 12, two for an update."""
+    """Fewer, more, and none of a launcher; a global batch of 12, two for an update."""
     options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
     options |= {"is_equivalent": True}
     for number, ranks in enumerate(launches):
-        end = None if ranks is None else ("SIGKILL", 5 + 8 * number)
+        is_last = number == len(launches) - 1
+        end = None if is_last else ("SIGKILL", 5 + 8 * number)
         run(tmp_path, number, ranks, end, batch_size=12 // (ranks or 1), **options)
     (expected, history), (state, resumed) = (
         result_of(tmp_path, name) for name in ("whole", "cut")
