@@ -12,9 +12,10 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import keras
 
-from keras_dist import checkpoint, comm, mixin
+from keras_dist import comm, mixin
 from keras_dist.callbacks.callback_order import on_this_rank
-from keras_dist.callbacks.user_callbacks import autologged_once, runs_on_first_rank_only
+from keras_dist.callbacks.user_callbacks import autolog_once, runs_on_first_rank_only
+from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import find_keras_seed, is_arrays, lists_to_arrays
@@ -166,8 +167,7 @@ def train(
     draws.begin_fit(comm.broadcast(draws.get_states()))
     seeds_of_order = _find_order_seed(model), find_keras_seed()
     seed, keras_seed = comm.broadcast(seeds_of_order)
-    opened = checkpoint.opened(options, given.callbacks, seed, keras_seed)
-    with opened as resumed:
+    with open_checkpoints(options, given.callbacks, seed, keras_seed) as resumed:
         spec = sources.compare(
             {"training": given.x, "validation": given.validation_data},
             options,
@@ -175,7 +175,7 @@ def train(
             keras_seed=keras_seed,
         )
         if resumed is not None:
-            spec = resumed.placed(spec)
+            spec = resumed.place_spec(spec)
         with comm.together():
             setup = prepare(model, given, options, spec)
         comm.agree(setup.facts(), advice=_ADVICE)
@@ -199,8 +199,8 @@ def train(
             with (
                 session.raising_on_all(),
                 _draw_own_numbers(setup, options),
-                checkpoint.saving(resumed, setup) as arguments,
-                autologged_once(),
+                saving(resumed, setup) as arguments,
+                autolog_once(),
             ):
                 return run_loop(model, "fit", arguments, loop)
 

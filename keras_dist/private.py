@@ -35,9 +35,6 @@ OF_FIT = "_use_cached_eval_dataset"
 # `Metric`: the list of those metrics that are attributes of this one.
 METRICS = "_metrics"
 
-# Keras's own code is in modules whose names begin so.
-MODULES = "keras.src"
-
 # `Callback`: the attribute that its property `model` returns.
 CALLBACK_MODEL = "_model"
 

@@ -155,8 +155,3 @@ def test_a_private_name_is_in_the_installed_keras(name, objects):
         f"Keras {keras.__version__} with TensorFlow {tf.__version__} has no {name} in "
         f"{type(found).__name__}. keras_dist/private.py needs another way."
     )
-
-
-def test_modules_of_keras_have_a_private_prefix():
-    """What is in them is not the user's."""
-    assert keras.Model.__module__.startswith(f"{private.MODULES}.")

@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_dist import comm, optimizer
 from keras_dist.callbacks.replica_check import read_checksums
 from keras_dist.training.install import install, uninstall
+from keras_dist.training.metrics import combine
 from keras_dist.training.session import session_of
 
 
@@ -65,8 +66,9 @@ class AverageStatistics(keras.callbacks.Callback):
         self._synchronize()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        for found in _between_updates(self.model):
-            comm.broadcast_variables(optimizer.own_sums(found), 0)
+        if session_of(self.model).has_started:  # on all ranks; else on none
+            for found in _between_updates(self.model):
+                comm.broadcast_variables(optimizer.own_sums(found), 0)
         uninstall(self.model)
 
     def _synchronize(self) -> None:
@@ -76,8 +78,10 @@ class AverageStatistics(keras.callbacks.Callback):
         for found in _between_updates(self.model):
             optimizer.move_to_first_rank(found)
         by_rule = variables_by_rule(self.model)
-        _average(by_rule["mean"], session_of(self.model).rows_trained)
-        _add_up(by_rule["sum"], self._before)
+        if by_rule["mean"]:
+            _average(by_rule["mean"], session_of(self.model).rows_trained)
+        if by_rule["sum"]:
+            _add_up(by_rule["sum"], self._before)
         comm.broadcast_variables(by_rule["first"], 0)
         self._remember()
 
@@ -91,12 +95,14 @@ class AverageStatistics(keras.callbacks.Callback):
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
         before = list(self._before.values())
-        return {"has_changed": self._has_changed, "before": before}
+        size = comm.size()
+        return {"has_changed": self._has_changed, "before": before, "size": size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; called before the first step."""
         self._has_changed = state["has_changed"]
-        self._loaded = list(state["before"])
+        # On another number of ranks, all begin with what was added up until then.
+        self._loaded = list(state["before"]) if state["size"] == comm.size() else []
 
 
 def variables_by_rule(model: Any) -> dict[str, list[Any]]:
@@ -121,6 +127,8 @@ def _average(variables: list[Any], rows: Any) -> None:
     checksums = zip(*comm.gather(read_checksums(variables)), strict=True)
     pairs = zip(variables, checksums, strict=True)
     differing = [variable for variable, by_rank in pairs if len(set(by_rank)) > 1]
+    if not differing:
+        return
     rows = tf.cast(rows, tf.float64)
     *sums, total = comm.sum_tensors(
         [tf.cast(v.value, tf.float64) * rows for v in differing] + [rows],
@@ -132,10 +140,10 @@ def _average(variables: list[Any], rows: Any) -> None:
 
 
 def _add_up(variables: list[Any], before: dict[int, Any]) -> None:
-    for variable in variables:
-        start = before[id(variable)]
-        added = comm.sum(comm.to_array(variable) - start)
-        variable.assign(start + added)
+    by_rank = comm.gather([comm.to_array(variable) for variable in variables])
+    for variable, *values in zip(variables, *by_rank, strict=True):
+        added = combine("sum", values, [1] * len(values), before[id(variable)])
+        variable.assign(added.astype(variable.dtype))
 
 
 def _between_updates(model: Any) -> list[Any]:

@@ -8,24 +8,19 @@ import numpy as np
 from keras_dist import comm, optimizer, private
 from keras_dist.training.install import install, uninstall
 from keras_dist.training.same_values import agree_on_constants
-from keras_dist.training.session import session_of
-
-_GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
+from keras_dist.training.session import GOLDEN, session_of
 
 
 class BroadcastVariables(keras.callbacks.Callback):
-    """Broadcasts weights and optimizer state from one rank before the first step.
+    """Broadcasts the first rank's weights and optimizer state before the first step.
 
     The model and its optimizer are built first: otherwise the optimizer would have no
     state to copy, and the first step would start from different weights. States of
-    random generators are not copied but derived from the root rank's: each rank
+    random generators are not copied but derived from the first rank's: each rank
     draws its own dropout masks, and one seed makes them reproducible.
 
-    Position in the list: last, so that state that another callback restores on the root
-    rank is broadcast, too.
-
-    Args:
-        root_rank: The rank whose state is broadcast.
+    Position in the list: last, so that state that another callback restores on the
+    first rank is broadcast, too.
 
     Raises:
         ValueError: On all ranks, before anything is broadcast, if the ranks' variables
@@ -42,10 +37,6 @@ class BroadcastVariables(keras.callbacks.Callback):
     ```
     """
 
-    def __init__(self, root_rank: int = 0) -> None:
-        super().__init__()
-        self.root_rank = root_rank
-
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if getattr(model, "optimizer", None) is not None:
@@ -54,8 +45,8 @@ class BroadcastVariables(keras.callbacks.Callback):
         install(model).call_at_start(self.broadcast, index=0)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # If the root rank has restored a backup, all ranks start at its epoch.
-        epoch = comm.broadcast(private.initial_epoch(self.model), self.root_rank)
+        # If the first rank has restored a backup, all ranks start at its epoch.
+        epoch = comm.broadcast(private.initial_epoch(self.model))
         if epoch is not None:
             private.set_initial_epoch(self.model, epoch)
 
@@ -66,8 +57,8 @@ class BroadcastVariables(keras.callbacks.Callback):
             raise RuntimeError(
                 "A batch was trained on without the `train_step` of the model's class, "
                 "so the ranks do not have the same weights. Received: "
-                f"{_overridden(self.model)}. Define `train_step` in the class, and let "
-                "`make_train_function` return a new function that calls "
+                f"{_describe_override(self.model)}. Define `train_step` in the class, "
+                "and let `make_train_function` return a new function that calls "
                 "`self.train_step`."
             )
 
@@ -79,8 +70,8 @@ class BroadcastVariables(keras.callbacks.Callback):
     def broadcast(self) -> None:
         """Broadcast now: called when the model is built, before the first step."""
         self._copy()
-        if comm.rank() != self.root_rank:
-            # Ranks add theirs to the root's accumulated gradients, which count once.
+        if comm.rank() != 0:
+            # Theirs are added to those of the first rank, which count once.
             for outer in optimizer.optimizers_of(self.model):
                 for accumulator in optimizer.own_sums(outer):
                     accumulator.assign(keras.ops.zeros_like(accumulator))
@@ -93,21 +84,21 @@ class BroadcastVariables(keras.callbacks.Callback):
         count = {"the number of random generators": len(seeds)}
         comm.agree_on_variables(variables, count)
         agree_on_constants(self.model)
-        comm.broadcast_variables(variables, self.root_rank)
+        comm.broadcast_variables(variables, 0)
         states = [comm.to_array(seed) for seed in seeds]
-        received = comm.broadcast(states, self.root_rank)
+        received = comm.broadcast(states)
         for variable, value in zip(seeds, received, strict=True):
-            variable.assign(_derive_rank_seed(value, comm.rank() - self.root_rank))
+            variable.assign(_derive_rank_seed(value, comm.rank()))
 
     def _copy_unstarted(self) -> None:
-        """Broadcast what the root rank restored, if no epoch was left to train."""
+        """Broadcast what the first rank restored, if no epoch was left to train."""
         if any(comm.gather(self.model.built)):
             with comm.together():
                 build_optimizers(self.model)
             self._copy()
 
 
-def _overridden(model: Any) -> str:
+def _describe_override(model: Any) -> str:
     if "train_step" in vars(model):
         return f"{model.name!r} with a `train_step` that was set on the object"
     return f"{model.name!r} with a `make_train_function` of its own"
@@ -133,9 +124,9 @@ def seed_states(model: Any) -> list[Any]:
     return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
-def _derive_rank_seed(state: np.ndarray, distance: int) -> np.ndarray:
+def _derive_rank_seed(state: np.ndarray, rank: int) -> np.ndarray:
     seeded = state.copy()
-    seed = int(state.flat[0]) + distance * _GOLDEN
+    seed = int(state.flat[0]) + rank * GOLDEN
     seeded.flat[0] = np.asarray(seed % 2**32).astype(state.dtype)
     return seeded
 

@@ -9,8 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer, private
+from keras_dist import comm, optimizer
 from keras_dist.lines import warn
+from keras_dist.training.losses import is_keras_method
 
 Action = Literal["raise", "resync"]
 
@@ -26,8 +27,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     result, the ranks train different models from then on, without an error. This
     callback finds it: every `every` steps and at the end of each epoch, each rank
     computes a checksum of its variables, and one collective compares the checksums. On
-    a CPU each variable is read once, which took 0.3 and 0.5 % of the time of 100 steps
-    of two models (`benchmarks/checks.py`); from a GPU they are copied to the host.
+    a CPU each variable is read once; from a GPU they are copied to the host.
 
     Variables that may differ between the ranks are not compared: random generators,
     metrics, accumulated gradients, and non-trainable weights, which `AverageStatistics`
@@ -179,9 +179,9 @@ def _name_ranks(ranks: Any) -> str:
 
 
 def _name_causes(model: Any) -> str:
-    own_step = model.__class__.train_step
-    if own_step.__module__.startswith(private.MODULES):
+    if is_keras_method(model, "train_step"):
         return "Make callbacks change weights and rates alike on every rank."
+    own_step = model.__class__.train_step
     return (
         f"Make callbacks and `{own_step.__qualname__}` change weights and rates alike "
         "on every rank. A step that adds to a weight and subtracts it again leaves "

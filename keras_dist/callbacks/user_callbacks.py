@@ -101,7 +101,7 @@ def runs_on_first_rank_only(callback: Any) -> bool:
 
 
 @contextlib.contextmanager
-def autologged_once() -> Iterator[None]:
+def autolog_once() -> Iterator[None]:
     """Context manager in which a `fit` is autologged on the first rank only.
 
     `mlflow.autolog()` replaces `keras.Model.fit` by a function that begins a run, adds

@@ -11,5 +11,5 @@ From the file on the disk up to the callback that saves:
   or SIGTERM asks for it, in a thread, and restores before the first step
 """
 
-from keras_dist.checkpoint.saved import opened
+from keras_dist.checkpoint.saved import open_checkpoints
 from keras_dist.checkpoint.saver import EXIT_CODE, saving

@@ -65,7 +65,7 @@ class Saved:
         return {"keras_dist": __version__, **own}
 
     @classmethod
-    def of(cls, tree: dict[str, Any]) -> "Saved":
+    def from_tree(cls, tree: dict[str, Any]) -> "Saved":
         """Invert `tree`."""
         own = {name: value for name, value in tree.items() if name != "keras_dist"}
         return cls(**{**own, "position": DataPosition(**own["position"])})
@@ -96,8 +96,8 @@ class Resume:
         """Epoch and row to resume from; `None` for a new training."""
         return self.saved.position if self.saved is not None else None
 
-    def placed(self, spec: ShardSpec) -> ShardSpec:
-        """`spec` with the seed and position to resume from."""
+    def place_spec(self, spec: ShardSpec) -> ShardSpec:
+        """Return `spec` with the seed and position to resume from."""
         return replace(
             spec,
             seed=self.seed,
@@ -109,7 +109,7 @@ class Resume:
 
 
 @contextlib.contextmanager
-def opened(
+def open_checkpoints(
     options: Options, callbacks: Any, seed: int, keras_seed: int | None
 ) -> Iterator[Resume | None]:
     """Context manager that reads the newest checkpoint, and locks the folder.
@@ -161,7 +161,7 @@ def _read(
         warn(f"A checkpoint is damaged, and an older one is used: {'; '.join(damaged)}")
     # Without the weights, which are broadcast when the model is built.
     small = comm.broadcast(None if tree is None else {**tree, "arrays": []})
-    saved = None if small is None else Saved.of(small if tree is None else tree)
+    saved = None if small is None else Saved.from_tree(small if tree is None else tree)
     return Resume(
         folder,
         options.save_steps,
@@ -205,8 +205,9 @@ def _check_shared(path: str) -> None:
         if is_first:
             open(marker, "xb").close()
     everyone = comm.gather((_sees(marker), os.uname().nodename))
-    if comm.rank() == 0:
-        os.remove(marker)
+    with on_first_rank(path) as is_first:
+        if is_first:
+            os.remove(marker)
     hosts = [host for is_seen, host in everyone if not is_seen]
     if hosts:
         raise RuntimeError(

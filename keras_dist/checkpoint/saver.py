@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import keras
 
 from keras_dist import comm
-from keras_dist.callbacks.average_statistics import AverageStatistics, variables_by_rule
+from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import build_optimizers, state_variables
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
@@ -44,7 +44,6 @@ class SaveRequests:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self.saved_at = time.monotonic()
         self._is_asked = self.is_leaving = False
         # The handlers of signals before.
         self._before: dict[signal.Signals, Any] = {}
@@ -114,15 +113,13 @@ class Saver(keras.callbacks.Callback):
     def __init__(self, resume: Resume, setup: FitSetup, callbacks: list[Any]) -> None:
         super().__init__()
         self._resume, self._setup, self._feed = resume, setup, setup.training
-        self._saves_within = setup.saves_within_epochs
         self._states = CallbackStates(callbacks)
-        seconds = resume.save_seconds if self._saves_within else None
+        seconds = resume.save_seconds if setup.saves_within_epochs else None
         self._requests = SaveRequests(seconds)
         self._thread = futures.ThreadPoolExecutor(1)
         self._write: futures.Future[str] | None = None
         self._epoch = self._done = 0
         self._random: Any = None
-        self._has_restored = False
 
     def close(self) -> None:
         """Write what is left, and restore the handlers of signals."""
@@ -136,8 +133,8 @@ class Saver(keras.callbacks.Callback):
         error = None if write is None else write.exception()
         if error is not None:
             warn(
-                "A checkpoint could not be written. The training continues, and the "
-                f"checkpoints before it are still there. Received: {error}"
+                "A checkpoint could not be written; the checkpoints before it are "
+                f"still there. Received: {error}"
             )
 
     def set_model(self, model: Any) -> None:
@@ -169,7 +166,7 @@ class Saver(keras.callbacks.Callback):
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        if not self._has_restored and self._random is None:
+        if not session_of(self.model).has_started and self._random is None:
             # Building the model draws random numbers, which the uninterrupted training
             # drew before its first epoch. So the states from before are restored later.
             self._random = states.random_state()
@@ -183,12 +180,12 @@ class Saver(keras.callbacks.Callback):
             return  # the end of the epoch saves
         saves, ends = self._requests.agree(self.model)
         if ends:
-            if self._saves_within:
+            if self._setup.saves_within_epochs:
                 self._save(self._position(self._epoch, self._done))
             self._exit()
         every = self._resume.save_steps
         is_due = every is not None and self._done // every > before // every
-        if self._saves_within and (is_due or saves):
+        if self._setup.saves_within_epochs and (is_due or saves):
             self._save(self._position(self._epoch, self._done))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -217,7 +214,8 @@ class Saver(keras.callbacks.Callback):
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let the first one write a checkpoint."""
-        callbacks = self._states.collect()
+        with comm.together():
+            callbacks = self._states.collect()
         ranks = states.gather_ranks(self.model, callbacks)
         self._requests.saved_at = time.monotonic()
         if comm.rank() != 0:
@@ -276,28 +274,21 @@ class Saver(keras.callbacks.Callback):
 
     def _restore_first(self, saved: Saved) -> None:
         states.check_fits(self.model, saved.model)
-        is_same_size = len(saved.ranks) == comm.size()
-        starts = None if is_same_size else self._sum_starts(saved)
-        states.restore_first(self.model, saved.arrays, saved.ranks, starts)
-        saved.arrays.clear()
-
-    def _sum_starts(self, saved: Saved) -> list[Any]:
-        """Return what the summed variables were when they were last synchronized."""
         statistics = self._states.find(saved.callbacks, AverageStatistics)
-        return [] if statistics is None else statistics["before"]
+        starts = [] if statistics is None else statistics["before"]
+        is_same_size = len(saved.ranks) == comm.size()
+        states.restore_first(
+            self.model, saved.arrays, saved.ranks, None if is_same_size else starts
+        )
+        saved.arrays.clear()
 
     def _restore_own(self) -> None:
         """Restore the state of this rank that differs from the first rank's."""
-        self._has_restored = True
         saved = self._resume.saved
         if saved is None:
             return
         if len(saved.ranks) == comm.size():
             states.restore_rank(self.model, saved.ranks[comm.rank()])
-        elif comm.rank() != 0:  # the first rank has what all have added
-            added_up = variables_by_rule(self.model)["sum"]
-            for pair in zip(added_up, self._sum_starts(saved), strict=False):
-                pair[0].assign(pair[1])
         if self._is_within_epoch():
             with comm.together():
                 states.restore_metrics(self.model, saved.ranks)
@@ -315,20 +306,25 @@ class Saver(keras.callbacks.Callback):
     def _restore_unstarted(self) -> None:
         """Restore the model at once, because no epoch is left and so no first step."""
         model, session = self.model, session_of(self.model)
-        if model.built:
-            build_optimizers(model)
-            build.start_traced(model, session)
-            return
+        is_built = model.built  # perhaps on some ranks: all make the same collectives
         with comm.together():
-            if self._feed.division is None:
-                raise ValueError(
-                    "The training is finished, and there is no data to build the model "
-                    "from before it is restored. Received: a model that is not built. "
-                    "Build it before, for example with an `Input` as its first layer."
-                )
-            data = Source(self._feed.data).first(1)[0]
-        own_step, is_eager = own_train_step(model), model.run_eagerly
-        build.start(model, session, data, own_step, is_eager=is_eager)
+            data = None if is_built else self._read_first_batch()
+        if is_built:
+            with comm.together():
+                build_optimizers(model)
+            build.start_traced(model, session)
+        else:
+            own_step, is_eager = own_train_step(model), model.run_eagerly
+            build.start(model, session, data, own_step, is_eager=is_eager)
+
+    def _read_first_batch(self) -> Any:
+        if self._feed.division is None:
+            raise ValueError(
+                "The training is finished, and there is no data to build the model "
+                "from before it is restored. Received: a model that is not built. "
+                "Build it before, for example with an `Input` as its first layer."
+            )
+        return Source(self._feed.data).first(1)[0]
 
 
 @contextlib.contextmanager
@@ -369,14 +365,20 @@ def _first_epoch(resume: Resume, setup: FitSetup) -> int:
     assert saved is not None
     if saved.is_finished:
         return int(setup.arguments["epochs"])
-    division = setup.training.division
+    division, epoch = setup.training.division, saved.position.epoch
+    if saved.position.step and epoch >= setup.arguments["epochs"]:
+        raise ValueError(
+            f"The checkpoint is of the middle of epoch {epoch + 1}. Received: "
+            f"epochs={setup.arguments['epochs']}. Pass at least {epoch + 1}, or an "
+            "empty folder."
+        )
     if saved.position.step and division is None:
         raise ValueError(
             "The training cannot be resumed in the middle of an epoch with this data. "
             f"Received: {setup.training.plan.kind}, and a checkpoint of the middle of "
             "an epoch. Pass the same data as before, or an empty folder."
         )
-    return saved.position.epoch if division is None else division.epoch
+    return epoch if division is None else division.epoch
 
 
 def _print_position(resume: Resume, setup: FitSetup) -> None:

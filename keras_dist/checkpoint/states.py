@@ -70,10 +70,11 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
         if id(variable) in own
     }
     always = {n: v for n, v in values.items() if id(variables[int(n)]) in sums}
+    differing = _keep_differing(values | callbacks)
     rows = session.rows_trained
     state = {
-        "variables": _keep_differing(values) | always,
-        "callbacks": _keep_differing(callbacks),
+        "variables": {n: v for n, v in differing.items() if n in values} | always,
+        "callbacks": {n: v for n, v in differing.items() if n in callbacks},
         "seeds": [comm.to_array(variable) for variable in seed_states(model)],
         "random": to_json(random_state()),
         "metrics": [
@@ -105,8 +106,8 @@ def restore_first(
         model: The model.
         arrays: Weights and optimizer state of the first rank.
         ranks: The saved `gather_ranks` of each rank.
-        starts: If the ranks are merged, since their number is another one, the values,
-            at the begin of the epoch, of the variables that are summed over the ranks.
+        starts: If the ranks are merged, since their number is another one, the values
+            of summed variables when they were last synchronized.
     """
     variables = state_variables(model)
     for variable, value in zip(variables, arrays, strict=True):
@@ -311,7 +312,7 @@ def _attributes(callback: Any) -> dict[str, Any]:
 def _is_clock(value: Any) -> bool:
     """Return True for readings of this process's clock, and lists and dicts of them.
 
-    A reading is between the begin of the process and now, a multiple of a nanosecond,
+    A reading is between the start of the process and now, a multiple of a nanosecond,
     and has more digits than the float32 of a loss or metric.
     """
     if type(value) in (list, tuple, dict):

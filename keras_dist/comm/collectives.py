@@ -60,7 +60,7 @@ def average(value: Any) -> Any:
     >>> average({"loss": 0.25})  # without a launcher: one rank
     {'loss': 0.25}
     """
-    return keras.tree.map_structure(_averaged, value)
+    return keras.tree.map_structure(_average_one, value)
 
 
 def sum(value: Any) -> Any:
@@ -83,7 +83,7 @@ def sum(value: Any) -> Any:
     >>> sum([1, 2])
     [1, 2]
     """
-    return keras.tree.map_structure(_summed, value)
+    return keras.tree.map_structure(_sum_one, value)
 
 
 def broadcast(value: Value | None, root_rank: int = 0) -> Value:
@@ -123,7 +123,7 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
         result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
         return tf.cast(result, tensor.dtype)
     message = sign(value if world.rank == root_rank else None)
-    return verify(_gather_bytes(message, _gather_eagerly)[root_rank])
+    return verify(_gather_bytes(message, _allgather_bytes)[root_rank])
 
 
 def gather(value: Value) -> list[Value]:
@@ -152,7 +152,7 @@ def gather(value: Value) -> list[Value]:
     if _is_tensor(value):
         arrays = gather(to_array(value))
         return [tf.convert_to_tensor(array) for array in arrays]
-    return list(map(verify, _gather_bytes(sign(value), _gather_eagerly)))
+    return list(map(verify, _gather_bytes(sign(value), _allgather_bytes)))
 
 
 def to_array(value: Any) -> np.ndarray:
@@ -306,7 +306,7 @@ def gather_in_thread(value: Any) -> list[Any]:
 
 @tf.function(input_signature=[tf.TensorSpec([None], tf.uint8)], autograph=False)
 def _gather_in_graph(own: Any) -> Any:
-    return _gather_eagerly(own, "keras_dist.reader")
+    return _allgather_bytes(own, "keras_dist.reader")
 
 
 def name_of(purpose: str, key: Hashable = None) -> str:
@@ -357,13 +357,13 @@ def sendable(tensor: Any, *, as_they_are: Sequence[Any] = ()) -> Any:
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
 
 
-def _averaged(value: Any) -> Any:
+def _average_one(value: Any) -> Any:
     _check_number(value)
     _, world = runtime.connection()
-    return _summed(_floating(value)) / world.size
+    return _sum_one(_to_float(value)) / world.size
 
 
-def _summed(value: Any) -> Any:
+def _sum_one(value: Any) -> Any:
     _check_number(value)
     link, _ = runtime.connection()
     if link is None:
@@ -382,10 +382,10 @@ def _summed(value: Any) -> Any:
     return tensor.numpy() if isinstance(value, (np.ndarray, np.generic)) else tensor
 
 
-def _gather_bytes(message: bytes, gather: Callable[[Any], Any]) -> list[bytes]:
+def _gather_bytes(message: bytes, run: Callable[[Any], Any]) -> list[bytes]:
     """Gather the messages of all ranks, each with its length before it."""
     sized = len(message).to_bytes(_LENGTH_BYTES, "big") + message
-    everyone = gather(tf.constant(np.frombuffer(sized, np.uint8)))
+    everyone = run(tf.constant(np.frombuffer(sized, np.uint8)))
     left = memoryview(everyone.numpy().tobytes())
     messages = []
     while left:
@@ -395,7 +395,7 @@ def _gather_bytes(message: bytes, gather: Callable[[Any], Any]) -> list[bytes]:
     return messages
 
 
-def _gather_eagerly(own: Any, name: str = "keras_dist.gather") -> Any:
+def _allgather_bytes(own: Any, name: str = "keras_dist.gather") -> Any:
     link, _ = runtime.connection()
     return own if link is None else transport.allgather(link, own, name=name)
 
@@ -458,7 +458,7 @@ def _tensor(value: Any) -> Any:
     )
 
 
-def _floating(value: Any) -> Any:
+def _to_float(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, (np.ndarray, np.generic)):

@@ -9,8 +9,12 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import broadcast_variables
-from keras_dist.horovod.optimizer import check_all_ranks, is_next_an_update
-from keras_dist.optimizer import leaves, move_to_outermost
+from keras_dist.horovod.optimizer import (
+    check_all_ranks,
+    is_next_an_update,
+    move_to_outermost,
+)
+from keras_dist.optimizer import leaves
 from keras_dist.training import build
 
 __all__ = [

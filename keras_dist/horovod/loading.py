@@ -11,7 +11,7 @@ import keras
 
 from keras_dist import comm, optimizer
 from keras_dist.horovod.collectives import Average, Compression
-from keras_dist.horovod.optimizer import average, make_options
+from keras_dist.horovod.optimizer import average, make_options, move_to_outermost
 
 
 def load_model(
@@ -95,5 +95,5 @@ def adapt(model: Any) -> None:
     if outermost is None or comm.size() == 1:
         return
     if optimizer.is_distributed(outermost):
-        optimizer.move_to_outermost(outermost)
+        move_to_outermost(outermost)
         model.jit_compile = False

@@ -16,7 +16,7 @@ from keras_dist.horovod.collectives import (
     no_autograph,
     reduction,
 )
-from keras_dist.optimizer import step_context
+from keras_dist.optimizer import ReducesGradients, step_context
 from keras_dist.optimizer.reduce import Averaging, exchange
 from keras_dist.training.batch_norm import GlobalMoments
 
@@ -111,7 +111,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             f"Received: backward_passes_per_step={passes!r}"
         )
     options = make_options(op, compression)
-    comm.init()
     is_mean = average_aggregated_gradients
     state = Passes(passes, is_mean=is_mean, is_dense=sparse_as_dense)
     return average(_copy(optimizer), options, state)
@@ -132,7 +131,7 @@ def _copy(optimizer: Any) -> Any:
 
 @dataclass
 class Passes:
-    """How an optimizer adds up batches, and what it remembers between them.
+    """Options and state of the accumulation of gradients.
 
     Args:
         number: Batches whose gradients are added before they are averaged.
@@ -160,6 +159,16 @@ def average(plain: Any, options: Averaging, passes: Passes | None = None) -> Any
     return plain
 
 
+def move_to_outermost(outer: Any) -> None:
+    """Let the outermost optimizer average, if one inside of it does so far."""
+    for part in optimizer.nested_optimizers(outer)[1:]:
+        if mixin.has(part, ReducesGradients) and mixin.has(part, AppliesLikeHorovod):
+            optimizer.move_to_outermost(outer)
+            passes = Passes(is_dense=part._passes.is_dense)
+            object.__setattr__(outer, "_passes", passes)
+            mixin.add(outer, AppliesLikeHorovod)
+
+
 def is_next_an_update(outer: Any) -> bool:
     """Return True if the next batch ends with an update."""
     found = (vars(p).get("_passes") for p in optimizer.nested_optimizers(outer))
@@ -182,10 +191,10 @@ class AppliesLikeHorovod:
         known = optimizer.variables_of(self, trainable_variables)
         present = [gradient for gradient in grads if gradient is not None]
         context = step_context.current()
-        if present and all(map(is_reduced, present)):
+        if not context.is_averaged and present and all(map(is_reduced, present)):
             with step_context.entered(replace(context, is_averaged=True)):
-                return apply(grads, trainable_variables)
-        if passes.number == 1 and not passes.is_dense:
+                return AppliesLikeHorovod.apply(self, grads, trainable_variables)
+        if passes.number == 1 and (context.is_averaged or not passes.is_dense):
             return apply(grads, trainable_variables)
         grads = [
             g if g is None else tf.convert_to_tensor(optimizer.with_shape(g, variable))

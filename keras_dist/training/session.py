@@ -16,7 +16,7 @@ from keras_dist.optimizer import StopRequest, step_context
 from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.trial import Trial
 
-_GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
+GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
 
 def _counter(value: Any) -> tf.Variable:
@@ -61,7 +61,7 @@ def _draw_seed() -> int:
     states = random.getstate()  # if Keras makes its generator now, it draws from here
     drawn = keras.random.randint((), 0, 2**30)  # the same on all ranks
     random.setstate(states)
-    return (int(drawn) + comm.rank() * _GOLDEN) % 2**31
+    return (int(drawn) + comm.rank() * GOLDEN) % 2**31
 
 
 class TracedFunctions:

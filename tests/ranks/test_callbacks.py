@@ -3,7 +3,6 @@
 import logging
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from claims import (
@@ -74,24 +73,6 @@ def test_an_optimizer_that_does_not_average_is_found(world, rows, make_model):
         ),
     ):
         assert "does not average" in message
-
-
-@pytest.mark.three_ranks
-def test_another_root_can_be_copied(world, rows, make_model):
-    """All ranks start from the weights of `root_rank`."""
-    last = world.size - 1
-    model = make_model(
-        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0 + 1e-9)),
-        seed=world.rank,
-    )
-    kernel = keras_dist.broadcast(model.get_weights()[0], last)
-    model.fit(
-        *shard(rows, world),
-        batch_size=48,
-        verbose=0,
-        callbacks=[keras_dist.BroadcastVariables(root_rank=last)],
-    )
-    assert np.allclose(model.get_weights()[0], kernel, atol=1e-6)
 
 
 def test_a_custom_loop_averages(world, rows, make_model):
@@ -223,6 +204,32 @@ def test_lines_beside_the_bar_can_be_turned_off(world, rows, make_model, capsys)
         is_printed = "stopped after epoch 1" in capsys.readouterr().out
         assert is_printed == (is_shown and world.rank == 0)
     logger.setLevel(logging.INFO)
+
+
+@pytest.mark.several_ranks
+def test_a_backup_of_a_finished_training_may_be_between_updates(world, rows, folder):
+    """Only the first rank holds its accumulated gradients, and nobody waits."""
+
+    def fit():
+        model = keras.Sequential(
+            [keras.Input((rows[0].shape[1],)), keras.layers.Dense(1)]
+        )
+        plain = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+        model.compile(keras_dist.DistributedOptimizer(plain), "mse")
+        backup = keras.callbacks.BackupAndRestore(
+            f"{folder}/b", delete_checkpoint=False
+        )
+        ours = [keras_dist.AverageStatistics(), keras_dist.BroadcastVariables()]
+        callbacks = [*[backup] * (world.rank == 0), *ours]
+        x, y = shard(rows, world)
+        options = {"epochs": 1, "batch_size": 8, "verbose": 0, "callbacks": callbacks}
+        return model, model.fit(x[:32], y[:32], **options)
+
+    expected, _ = fit()
+    again, history = fit()
+    assert history.epoch == []
+    for own, other in zip(again.get_weights(), expected.get_weights(), strict=True):
+        assert (own == other).all()
 
 
 def test_a_backup_restores_all_ranks(world, rows, make_model, tmp_path):

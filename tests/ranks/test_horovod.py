@@ -70,6 +70,22 @@ def test_an_inf_is_forgotten_after_its_update():
     np.testing.assert_allclose(weight.numpy()[1], 0.8, rtol=1e-6)
 
 
+def test_gradients_of_a_tape_are_added_like_others():
+    """An update after every second batch on any number of ranks; none is sent twice."""
+    weight = keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), op=hvd.Sum, backward_passes_per_step=2
+    )
+    values = []
+    for step in range(1, 5):
+        with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
+            loss = weight[0] * float(step * (hvd.rank() + 1))
+        optimizer.apply(tape.gradient(loss, [weight]), [weight])
+        values.append(float(weight.numpy()[0]))
+    ranks = hvd.size() * (hvd.size() + 1) / 2
+    assert values == [0.0, -3 * ranks, -3 * ranks, -10 * ranks]
+
+
 def test_sparse_gradients_of_batches_are_added():
     """Without `sparse_as_dense`, which Horovod needs for it."""
     table = keras.Variable(np.zeros((3, 2), "float32"))
@@ -365,6 +381,21 @@ def test_mixed_precision_averages_in_the_outermost_optimizer():
     assert_equal_on_all(model)
     assert float(model.optimizer.dynamic_scale) == scale / 2
     assert int(model.optimizer.iterations) == 2
+
+
+def test_mixed_precision_does_not_add_gradients_of_a_tape_again():
+    """The outermost optimizer sees that they are reduced."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum))
+    weight = keras.Variable([0.0])
+    with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
+        loss = model.optimizer.scale_loss(weight[0] * float(hvd.rank() + 1))
+    model.optimizer.apply(tape.gradient(loss, [weight]), [weight])
+    assert float(weight.numpy()[0]) == -hvd.size() * (hvd.size() + 1) / 2
 
 
 def test_a_tape_keeps_the_structure():

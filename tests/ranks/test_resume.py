@@ -241,6 +241,48 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
         assert is_said == (keras_dist.rank() == 0), words
 
 
+def test_fewer_epochs_than_a_training_has_begun_are_an_error(folder):
+    """It is not finished: the state is that of the middle of an epoch."""
+    steps = -(-NUM_ROWS // (10 * keras_dist.size()))
+    with pytest.raises(Killed):
+        small(folder, save_steps=1, callbacks=[Dies(steps + 2, die)])
+    with pytest.raises(ValueError, match=r"middle of epoch 2.*epochs=1.*at least 2"):
+        small(folder, epochs=1)
+
+
+@pytest.mark.several_ranks
+def test_a_finished_training_is_restored_where_one_rank_has_built_its_model(folder):
+    """The ranks make the same collectives, and have the same weights."""
+    weights = []
+    for seed in (3, 4):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.layers.Dense(1)])
+        if keras_dist.rank() == 0:
+            model.build((None, 6))
+        model.compile("sgd", "mse", run_eagerly=True)
+        x, y = rows_of_all()
+        keras_dist.dist_fit(model, x / NUM_ROWS, y[:, None], verbose=0, resume=folder)
+        weights.append(model.get_weights())
+    assert is_same(*weights)
+
+
+@pytest.mark.several_ranks
+def test_a_state_that_one_rank_cannot_give_is_an_error_on_all(folder):
+    """Nobody waits for its checkpoint."""
+
+    class Fails(keras.callbacks.Callback):
+        def state_dict(self):
+            return {"lock": print if keras_dist.rank() else 0}
+
+        def load_state_dict(self, state):
+            pass
+
+    for message in raises_everywhere(
+        TypeError, lambda: small(folder, callbacks=[Fails()])
+    ):
+        assert "can be saved in a checkpoint" in message
+
+
 @pytest.mark.several_ranks
 def test_another_folder_on_a_rank_is_an_error(folder):
     """Otherwise the ranks would resume at different steps."""
