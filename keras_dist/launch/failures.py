@@ -109,7 +109,8 @@ def describe_failure(
     elif not failures:
         return "keras-dist: the job was ended.", 1
     else:
-        first, code = (primary or failures)[0], failures[0].code or 1
+        first = (primary or failures)[0]
+        code = first.code or failures[0].code or 1
         lines = [f"keras-dist: rank {name_rank(first)} failed first, {first.where}."]
         lines.append(first.text.rstrip())
     lines += [f"keras-dist: {cause}" for cause in causes]

@@ -38,3 +38,14 @@ def test_the_outcomes_of_a_thousand_ranks_are_few_lines():
         f"Rank 0 on h0 was {where}: ended with it",
     ]
     assert lines[-1] == "And 975 more ranks." and len(lines) == 21
+
+
+def test_the_exit_code_is_that_of_the_rank_that_is_named():
+    """Also where another rank, which has failed because of it, has ended before."""
+    follows = RankEnd(0, "", 1, 1.0, "On rank 1: …", "On rank 1: …", is_secondary=True)
+    causes = RankEnd(1, "in step 7", 3, 2.0, "KeyError: 'tea'", "KeyError: 'tea'")
+    text, code = describe_failure([Report([follows, causes])], [("a", range(2))])
+    assert text.startswith("keras-dist: rank 1 failed first") and code == 3
+    leaves = RankEnd(1, "in step 7", 0, 2.0, "ended with no error", "It ended.")
+    text, code = describe_failure([Report([follows, leaves])], [("a", range(2))])
+    assert text.startswith("keras-dist: rank 1 failed first") and code == 1
