@@ -132,6 +132,12 @@ def without(environ, name):
         ({"TF_CONFIG": "{"}, "does not describe a cluster. Received: '{'"),
         (tf_config(worker=["a", "b"]), "does not describe a cluster"),
         (without(PODS, "KERAS_DIST_RDZV"), "KERAS_DIST_RDZV=nothing"),
+        (SLURM | {"SLURM_NODEID": "3"}, "rank 0 of 0 on its host.*SLURM_NODEID"),
+        (TORCHRUN | {"LOCAL_RANK": "x"}, "Received: LOCAL_RANK=x"),
+        (tf_config(["worker"], 0), "is not one of the workers"),
+        (TORCHRUN | {"MASTER_PORT": "65535"}, "port 65536.*MASTER_PORT"),
+        (tf_config(worker=["a:70000", "b:1"]), "port 70000.*TF_CONFIG"),
+        (PODS | {"KERAS_DIST_RDZV": "a:70000"}, "port 70000.*KERAS_DIST_RDZV"),
     ],
 )
 def test_half_a_description_is_an_error(environ, words):

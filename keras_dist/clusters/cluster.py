@@ -40,6 +40,11 @@ class Place:
                 f"{self.local_rank} of {self.local_size} on its host, from the "
                 f"variables {', '.join(self.variables)}."
             )
+        if self.port >= 2**16:
+            raise ValueError(
+                f"There is no such port for the rendezvous by {self.launcher}. "
+                f"Received: port {self.port}, from {', '.join(self.variables)}."
+            )
 
 
 class Cluster(ABC):
@@ -76,8 +81,8 @@ class NumberVariables(Cluster):
             launcher=self.name,
             rank=read_number(environ, rank, self.name),
             size=read_number(environ, size, self.name),
-            local_rank=int(environ.get(local_rank, 0)),
-            local_size=int(environ.get(local_size, 1)),
+            local_rank=read_number({local_rank: "0", **environ}, local_rank, self.name),
+            local_size=read_number({local_size: "1", **environ}, local_size, self.name),
             variables=self.variables,
         )
 

@@ -38,10 +38,10 @@ class Slurm(Cluster):
             rank=read_number(environ, _RANK, self.name),
             size=read_number(environ, _SIZE, self.name),
             local_rank=read_number(environ, _LOCAL, self.name),
-            local_size=counts[node],
+            local_size=counts[node] if node < len(counts) else 0,
             address=find_first_node(read_text(environ, _NODES, self.name)),
             port=_FIRST_PORT + (job * _APART + step) % _NUM_PORTS,
-            variables=(_RANK, _SIZE, _LOCAL, _NODES, _COUNTS),
+            variables=(_RANK, _SIZE, _LOCAL, _NODE, _NODES, _COUNTS),
         )
 
 

@@ -197,7 +197,7 @@ def _find_place(options: argparse.Namespace) -> Place | None:
             options.nnodes,
             address=address,
             port=port,
-            variables=("--nnodes", "--node-rank"),
+            variables=("--nnodes", "--node-rank", "--rdzv"),
         )
     raise ValueError(
         "The same command on each host needs `--nnodes`, `--node-rank` and `--rdzv`, "
