@@ -55,16 +55,14 @@ def meet(place: Place) -> None:
 def _meet(place: Place, secret: str) -> dict[str, str]:
     if place.launcher == Slurm.name:
         place = replace(place, address=_resolve_node(place.address))
-    name, is_alone = socket.gethostname(), place.local_size == place.size
+    name = socket.gethostname()
     if place.rank == 0:
         atexit.register(stay_for_readers)  # runs after Horovod's
 
     def number(ranks: Sequence[Any]) -> dict[str, Any]:
         return {"slots": make_slots(ranks)}
 
-    with Meeting(
-        place, secret, kind="rank", name=name, timeout=_TIMEOUT, is_alone=is_alone
-    ) as ranks:
+    with Meeting(place, secret, kind="rank", name=name, timeout=_TIMEOUT) as ranks:
         found = ranks.join([name, place.local_rank, place.local_size], number)
     return {**ranks.rank_variables(), **found["slots"][place.rank]}
 

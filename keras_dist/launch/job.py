@@ -84,7 +84,6 @@ def run_job(
             kind="host",
             name=name,
             timeout=_SSH_TIMEOUT if over_ssh and place.rank else _TIMEOUT,
-            is_alone=place.size == 1,
             stopped=stopped,
         )
         try:
@@ -97,8 +96,8 @@ def run_job(
                 ]
                 host = _Host(meeting, ranks, place.rank, restarts, over_ssh)
                 return host.run(command, job)
-        except Interrupted:
-            number = meeting.signals.get(place.rank) or meeting.signals[0]
+        except Interrupted as error:
+            number = int(error.args[0])
             print_message(_describe_stop(number))
             return 128 + number
 

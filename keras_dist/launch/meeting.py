@@ -32,7 +32,7 @@ Combine = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 class Interrupted(Exception):
-    """A signal has ended the job before all members had come."""
+    """A signal, whose number is the argument, has ended the job before all had come."""
 
 
 class Meeting:
@@ -47,7 +47,6 @@ class Meeting:
         kind: What the members are: "host" or "rank".
         name: Name of this host.
         timeout: Seconds to wait for the first member, or there for all.
-        is_alone: Whether all members are on this host.
         stopped: Numbers of the signals that this process has received.
 
     Attributes:
@@ -65,7 +64,6 @@ class Meeting:
         kind: str,
         name: str,
         timeout: float,
-        is_alone: bool = False,
         stopped: Sequence[int] = (),
     ) -> None:
         self._number, self._size, self._secret = place.rank, place.size, secret
@@ -73,6 +71,7 @@ class Meeting:
         self._stopped = stopped
         address, self._port = place.address, place.port
         if self._number == 0:
+            is_alone = place.local_size == place.size
             store = Store(secret, address, self._port, is_alone=is_alone)
             address, self._port = store.address, store.port
         self._meeting = f"{address}:{self._port}"
@@ -93,7 +92,7 @@ class Meeting:
         end = time.monotonic() + self._timeout
         while not (nonce := self._client.get("job")):
             if self._stopped:
-                raise Interrupted
+                raise Interrupted(self._stopped[0])
             if self._client.is_refused:
                 raise ValueError(
                     "The first host refuses this one. Received: another secret than "
@@ -165,9 +164,10 @@ class Meeting:
 
         def look() -> None:
             nonlocal said
-            if self.signals.keys() & {0, self._number}:
+            signals = self.signals
+            if number := signals.get(self._number) or signals.get(0):
                 self._put(f"join.{self._number}", None)  # another one may come
-                raise Interrupted
+                raise Interrupted(number)
             if self._number:
                 return
             missing, now = self._find_missing("join"), time.monotonic()
@@ -239,17 +239,19 @@ class Meeting:
                 first member was lost.
         """
         self._pause = max(_TICK, self._size / _MOST_BEATS)
-        if 0 not in self.lost:
-            self._put(f"{name}.{self._number}", value)
+        own = f"{name}.{self._number}"
+        is_sent = 0 not in self.lost and self._put(own, value)
         if self._number == 0:
             try:
                 while self._find_missing(name):
                     look()
                     time.sleep(_TICK)
                 values = [self._values.get(f"{name}.{k}") for k in self._silent]
-                self._put(name, combine(values))
+                found = combine(values)
             except (OSError, RuntimeError, ValueError) as error:
-                self._put(name, {"error": str(error)})
+                found = {"error": str(error)}
+            while not self._put(name, found) and len(self.lost) < self._size - 1:
+                time.sleep(_TICK)
         while (result := self._values.get(name)) is None:
             if 0 in self.lost:
                 raise ValueError(
@@ -259,6 +261,7 @@ class Meeting:
                     "job again; with `resume=` it goes on."
                 )
             look()
+            is_sent = is_sent or self._put(own, value)
             time.sleep(_TICK)
         self._pause = _BEAT_SECONDS
         if "error" in result:
@@ -270,9 +273,9 @@ class Meeting:
         absent = {k for k in self._silent if self._values.get(f"{name}.{k}") is None}
         return absent | set(self.lost) if name == "join" else absent - set(self.lost)
 
-    def _put(self, name: str, value: Any) -> None:
+    def _put(self, name: str, value: Any) -> bool:
         self._values[name] = value
-        self._client.put(f"{self.nonce}.{name}", value, attempts=MANY)
+        return self._client.put(f"{self.nonce}.{name}", value, attempts=MANY)
 
     def _keep_in_touch(self) -> None:
         """In a thread: send heartbeats, and read what all have written."""

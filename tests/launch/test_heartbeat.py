@@ -1,9 +1,14 @@
 """When a host counts as lost, by its heartbeats and the clock of the one that looks."""
 
+import threading
+import time
+from collections import Counter
+
 import pytest
 
 from keras_dist.clusters import Place
-from keras_dist.launch.meeting import Meeting
+from keras_dist.launch.meeting import Interrupted, Meeting
+from keras_dist.launch.store import StoreClient
 
 
 @pytest.fixture
@@ -36,3 +41,67 @@ def test_a_host_does_not_take_itself_for_lost(first):
     """As after Ctrl-Z, or where a laptop was closed."""
     first._note({}, 3600.0)
     assert first.lost == [1]
+
+
+def meet(*tasks, size=2):
+    """One thread for each task, each with a host of a job; what the tasks return."""
+    found, port, meetings = {}, 0, []
+    for number in range(len(tasks)):
+        place = Place("keras-dist run", number, size, address="127.0.0.1", port=port)
+        meetings.append(Meeting(place, "secret", kind="host", name="a", timeout=5.0))
+        port = meetings[0]._port
+
+    def run(number):
+        with meetings[number] as meeting:
+            found[number] = tasks[number](meeting)
+
+    threads = [
+        threading.Thread(target=run, args=[number], daemon=True)
+        for number in range(len(tasks))
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 10
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["report.1", "report"])
+def test_a_value_that_an_outage_has_lost_is_sent_again(monkeypatch, name):
+    """That of a host, and the result of all: `put` gives up before it is over."""
+    request, counts = StoreClient._request, Counter()
+
+    def fail(client, method, path, body=None):
+        if method == "PUT" and path.partition(".")[2] == name:
+            counts[name] += 1
+            if counts[name] <= 12:
+                return None
+        return request(client, method, path, body)
+
+    monkeypatch.setattr(StoreClient, "_request", fail)
+
+    def gather(value):
+        return lambda meeting: meeting.gather(
+            "report", value, lambda values: {"sum": sum(values)}
+        )
+
+    assert meet(gather(1), gather(2)) == {0: {"sum": 3}, 1: {"sum": 3}}
+    assert counts[name] > 12
+
+
+def test_a_host_that_the_first_one_interrupts_knows_the_signal():
+    """Although the first one has left, and its heartbeats with it."""
+
+    def stop(meeting):
+        while len(meeting.find("beat")) < 2:  # both have come
+            time.sleep(0.05)
+        meeting._stopped = [15]
+        return wait(meeting)
+
+    def wait(meeting):
+        with pytest.raises(Interrupted) as found:
+            meeting.join("", lambda values: {})
+        return found.value.args
+
+    assert meet(stop, wait, size=3) == {0: (15,), 1: (15,)}
