@@ -50,8 +50,8 @@ __all__ = [
 ]
 
 # The command starts and ends processes, and has no use for TensorFlow.
-_is_command = sys.orig_argv[1:3] == ["-m", "keras_dist"] or (
-    Path((sys.argv or [""])[0]).name == "keras-dist"
+_is_command = Path((sys.argv or [""])[0]).name == "keras-dist" or (
+    sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "keras_dist"
 )
 _missing = [n for n in ("tensorflow", "keras") if importlib.util.find_spec(n) is None]
 

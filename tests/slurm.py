@@ -53,7 +53,7 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def nodes(folder: Path) -> Iterator["Slurm"]:
-    """Inside the block, SLURM runs with the nodes n1 and n2.
+    """Context manager in which SLURM runs with the nodes n1 and n2.
 
     Args:
         folder: For its files.

@@ -46,7 +46,7 @@ class Promise:
     wrong: tuple[str, ...]
 
     def is_broken_by(self, sentence: str) -> bool:
-        """Tell whether a sentence is about this, and says something else."""
+        """Return True if a sentence is about this, and says something else."""
         is_about = re.search(self.about, sentence)
         return bool(is_about) and not re.search(self.says, sentence)
 

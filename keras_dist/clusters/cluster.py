@@ -33,17 +33,13 @@ class Place:
     variables: Sequence[str] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size):
+        is_rank = 0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size
+        if not is_rank or self.port >= 2**16:
             raise ValueError(
-                f"The numbers that {self.launcher} gave to this process contradict "
-                f"each other. Received: rank {self.rank} of {self.size}, rank "
-                f"{self.local_rank} of {self.local_size} on its host, from the "
-                f"variables {', '.join(self.variables)}."
-            )
-        if self.port >= 2**16:
-            raise ValueError(
-                f"There is no such port for the rendezvous by {self.launcher}. "
-                f"Received: port {self.port}, from {', '.join(self.variables)}."
+                f"The numbers that {self.launcher} gave to this process cannot be "
+                f"right. Received: rank {self.rank} of {self.size}, rank "
+                f"{self.local_rank} of {self.local_size} on its host, port "
+                f"{self.port}, from {', '.join(self.variables)}."
             )
 
 

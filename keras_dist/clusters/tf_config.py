@@ -18,16 +18,15 @@ class TfConfig(Cluster):
 
     def place(self, environ: Mapping[str, str]) -> Place:
         workers, task = _parse(environ["TF_CONFIG"])
-        key = task.get("type"), task.get("index")
-        ranks = list(workers)
-        if key not in ranks:
+        key = str(task.get("type")), task["index"]
+        if key not in workers:
             raise ValueError(
                 "This process is not one of the workers that train. Received: the task "
-                f"{task} in TF_CONFIG, with the ranks {ranks}. There are "
+                f"{task} in TF_CONFIG, with the ranks {list(workers)}. There are "
                 "no parameter servers and no evaluator here: start workers alone, of "
                 "which one may be the chief."
             )
-        rank = ranks.index(key)
+        rank = list(workers).index(key)
         hosts = [address.rpartition(":")[0] for address in workers.values()]
         address, _, port = next(iter(workers.values())).rpartition(":")
         return Place(

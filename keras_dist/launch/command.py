@@ -10,7 +10,6 @@ from keras_dist.clusters.kubernetes import IndexedJob
 from keras_dist.launch.hosts import (
     LOOPBACK,
     is_here,
-    is_loopback,
     num_gpus,
     parse_endpoint,
     parse_hosts,
@@ -136,10 +135,10 @@ def _run(options: argparse.Namespace) -> int:
             "A script to start is needed. Received: none. "
             "For example: keras-dist run -np 2 script.py"
         )
-    place, named = _find_place(options), options.hosts
-    if options.hostfile is not None:
-        named = read_hostfile(options.hostfile)
-    hosts = {} if named is None else parse_hosts(named, options.np)
+    place, named, source = _find_place(options), options.hosts, ""
+    if (file := options.hostfile) is not None:
+        named, source = read_hostfile(file), f"--hostfile {file}"
+    hosts = {} if named is None else parse_hosts(named, options.np, source=source)
     count = sum(hosts.values()) if hosts else options.np
     if count is None:
         count = num_gpus() or (1 if place else 0)
@@ -158,7 +157,7 @@ def _run(options: argparse.Namespace) -> int:
         passed_on += ["--log-dir", options.log_dir] if options.log_dir else []
         passed_on += ["-m"] if options.module else ["--"]
         return run_by_ssh(hosts, [*passed_on, *words], options.rdzv)
-    secret = _read_secret(place) if place else secrets.token_hex(16)
+    secret = _read_secret() if place else secrets.token_hex(16)
     place = place or Place(_NAME, 0, 1, address=LOOPBACK)
     return run_job(
         command,
@@ -208,10 +207,10 @@ def _find_place(options: argparse.Namespace) -> Place | None:
     )
 
 
-def _read_secret(place: Place) -> str:
-    """Return the secret of the job; too short is an error if others could come."""
+def _read_secret() -> str:
+    """Return the secret of the job, which nobody else on its hosts may guess."""
     secret = os.environ.get(SECRET, "")
-    if len(secret) < _SHORTEST_SECRET and not is_loopback(place.address):
+    if len(secret) < _SHORTEST_SECRET:
         received = f"{len(secret)} characters" if secret else "none"
         raise ValueError(
             "A job on several hosts needs a secret of at least "

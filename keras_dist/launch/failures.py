@@ -1,4 +1,4 @@
-"""What became of the ranks, and the message about the first cause."""
+"""How ranks ended, and the message about the first failure."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ _MOST_LINES = 16
 
 @dataclass(frozen=True)
 class RankEnd:
-    """What became of a rank.
+    """How one rank ended, or where it was when the job ended.
 
     Args:
         rank: The rank.
@@ -29,7 +29,7 @@ class RankEnd:
         summary: One line that says how it failed, or that it left the others; empty if
             it did not.
         text: Its traceback, or the stacks of a crash.
-        is_secondary: Whether the cause is on another rank.
+        is_secondary: Whether another rank caused the error.
         is_saved: Whether it was asked to end by SIGTERM, and all ranks have saved.
     """
 
@@ -45,7 +45,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the ranks of one host.
+    """Results of one host's ranks, sent to the first host.
 
     Args:
         ends: The end of each rank, as of the time when the host began to end them.

@@ -6,6 +6,8 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 LOOPBACK = "127.0.0.1"
 
 # A host name or an address, maybe with a user before it. What begins with `-` would be
@@ -29,7 +31,9 @@ def check_host(name: str, *, source: str) -> None:
         )
 
 
-def parse_hosts(argument: str, num_ranks: int | None) -> dict[str, int]:
+def parse_hosts(
+    argument: str, num_ranks: int | None, *, source: str = ""
+) -> dict[str, int]:
     """Parse `-H`: number of ranks of each host; the first hosts are filled first.
 
     Without a number of ranks there are as many as there are slots.
@@ -37,6 +41,7 @@ def parse_hosts(argument: str, num_ranks: int | None) -> dict[str, int]:
     >>> parse_hosts("a:2,b:2", 3)
     {'a': 2, 'b': 1}
     """
+    source = source or f"-H {argument}"
     result: dict[str, int] = {}
     left = num_ranks
     for host in argument.split(","):
@@ -44,15 +49,15 @@ def parse_hosts(argument: str, num_ranks: int | None) -> dict[str, int]:
         if not name or not count.isdecimal() or name in result:
             raise ValueError(
                 "Hosts must be names with numbers of slots, each name once, as in "
-                f"a:2,b:2. Received: -H {argument}"
+                f"a:2,b:2. Received: {source}"
             )
-        check_host(name, source=f"-H {argument}")
+        check_host(name, source=source)
         result[name] = int(count) if left is None else min(left, int(count))
         left = None if left is None else left - result[name]
     if left:
         raise ValueError(
             "There are fewer slots than ranks. "
-            f"Received: -np {num_ranks} -H {argument}. "
+            f"Received: -np {num_ranks} {source}. "
             f"Add {left} slots, or start fewer ranks."
         )
     return {name: count for name, count in result.items() if count}
@@ -69,6 +74,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> str:
         words = " ".join(line.partition("#")[0].split())
         found = re.fullmatch(r"(\S+) slots=(\d+)", words)
         if found:
+            check_host(found[1], source=f"line {number} of {path}")
             hosts.append(f"{found[1]}:{found[2]}")
         elif words:
             raise ValueError(
@@ -133,8 +139,6 @@ def addresses() -> dict[str, str]:
     >>> addresses()["lo"]
     '127.0.0.1'
     """
-    import psutil  # noqa: PLC0415 - `install-horovod` may run before it is there
-
     return {
         name: each.address
         for name, all_addresses in psutil.net_if_addrs().items()

@@ -89,10 +89,10 @@ def run_job(
         try:
             with meeting:
                 hosts = meeting.join([name, num_ranks], lambda all_: {"hosts": all_})
-                ends = itertools.accumulate(count for _, count in hosts["hosts"])
+                bounds = itertools.accumulate(count for _, count in hosts["hosts"])
                 ranks = [
                     (name, range(end - count, end))
-                    for (name, count), end in zip(hosts["hosts"], ends, strict=True)
+                    for (name, count), end in zip(hosts["hosts"], bounds, strict=True)
                 ]
                 host = _Host(meeting, ranks, place.rank, restarts, over_ssh)
                 return host.run(command, job)
@@ -193,7 +193,9 @@ class _Host:
             text = _describe_stop(stops[0][1], where, has_saved=has_saved)
         elif not all(report and report.is_finished for report in reports):
             text, code = describe_failure(reports, self.hosts)
-        is_again = code and not stops and None not in reports and start < self.restarts
+        # After SIGTERM the one who has sent it starts the job again.
+        has_failed = code not in (0, _SAVED) and not stops and None not in reports
+        is_again = has_failed and start < self.restarts
         if text:
             print_message(text)
         if is_again:
@@ -202,4 +204,4 @@ class _Host:
         line, _, more = text.partition("\n")
         if more:
             line = f"{line} All of it is in the output of {self.hosts[0][0]}."
-        return {"code": code, "line": line, "again": bool(is_again)}
+        return {"code": code, "line": line, "again": is_again}

@@ -77,7 +77,7 @@ class Meeting:
         self._meeting = f"{address}:{self._port}"
         self._client = StoreClient(address, self._port, secret)
         # This host and the first one, as others reach them.
-        self._ends = "", ""
+        self._addresses = "", ""
         self._values: dict[str, Any] = {}
         # Seconds for which each member has sent no new heartbeat.
         self._silent = dict.fromkeys(range(self._size), 0.0)
@@ -158,8 +158,8 @@ class Meeting:
                 on their version and on how many they are.
         """
         facts = [self._size, __version__]
-        self._ends = self._client.ends
-        own = [self._name, secrets.token_hex(8), facts, self._ends[1], value]
+        self._addresses = self._client.ends
+        own = [self._name, secrets.token_hex(8), facts, self._addresses[1], value]
         begin = said = time.monotonic()
 
         def look() -> None:
@@ -206,15 +206,19 @@ class Meeting:
                 f"The job has all its {self._kind}s. Received: one more, with the "
                 f"number {self._number}. Give each of them a number of its own."
             )
-        if is_loopback(self._ends[0]) and result["ways"]:  # as others see the first
-            self._ends = result["ways"][0], self._ends[1]
+        if (
+            is_loopback(self._addresses[0]) and result["ways"]
+        ):  # as others see the first
+            self._addresses = result["ways"][0], self._addresses[1]
         return result
 
     def rank_variables(self, start: int = 0) -> dict[str, str]:
         """Return the variables by which ranks of this host find all of a start."""
         return {
-            **store_variables(self._ends[1], self._port, self._secret, start=start),
-            **interface_variables(self._ends[0]),
+            **store_variables(
+                self._addresses[1], self._port, self._secret, start=start
+            ),
+            **interface_variables(self._addresses[0]),
             SECRET: derive_secret(self._secret, f"ranks {self.nonce} {start}"),
         }
 

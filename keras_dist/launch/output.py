@@ -5,7 +5,6 @@ import os
 import re
 import selectors
 import sys
-import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,13 +63,6 @@ class Output:
             else:
                 self._finish(key)
         return is_any
-
-    def pass_on_for(self, seconds: float) -> None:
-        """Pass on output for so long, also where nobody reads the screen any more."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(OSError):
-                self.pass_on(left)
 
     def close(self) -> None:
         """Pass on the rest, also of the ranks' children, and close pipes and files."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
+import psutil
+
 from keras_dist.launch.failures import RankEnd, Report
 from keras_dist.launch.hosts import is_here, num_gpus
 from keras_dist.launch.monitor import rank_process, record
@@ -132,7 +134,7 @@ class _Ranks:
             "PYTHONUNBUFFERED": "1",
             **self._variables,
             **slot,
-            mark(self._job): "1",
+            job_variable(self._job): "1",
             record.VARIABLE: str(self._path(rank, "record")),
             rank_process.REPORT_VARIABLE: str(self._path(rank, "report")),
             **({} if self._command.log_dir else {rank_process.QUIET: "1"}),
@@ -185,13 +187,20 @@ class _Ranks:
         Returns:
             Whether all ranks were asked to end, and have saved.
         """
-        seconds = _SAVE_SECONDS if number in SAVING else _END_SECONDS
-        running = [p.pid for p in self._processes.values() if p.poll() is None]
-        end_processes(
-            self._job, running, seconds=seconds, wait=self._output.pass_on_for
-        )
-        for process in self._processes.values():
-            process.wait()
+        end = time.monotonic() + (_SAVE_SECONDS if number in SAVING else _END_SECONDS)
+        running = [p for p in self._processes.values() if p.poll() is None]
+        for process in running:
+            process.terminate()
+        while any(p.poll() is None for p in running) and time.monotonic() < end:
+            with contextlib.suppress(OSError):  # nobody may read the screen any more
+                self._output.pass_on(_TICK)
+        for process in running:  # also where the variables of the job are not passed on
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        _kill(self._job)
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_SECONDS)
         have_saved = all(end.is_saved for end in self._find_ends())
         try:
             self._output.close()
@@ -237,8 +246,8 @@ def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
     return "\n".join(lines)
 
 
-def mark(job: str) -> str:
-    """Name of an environment variable that all processes of a job have.
+def job_variable(job: str) -> str:
+    """Return the name of an environment variable that all processes of a job have.
 
     All processes that a rank starts inherit it, even daemons, which leave the session
     of the rank. The id of the job is in the name, and not the value: so the processes
@@ -252,39 +261,19 @@ def find_folder(job: str) -> Path:
     return Path(tempfile.gettempdir()) / f"keras_dist.{job}"
 
 
-def _list_members(job: str) -> list[int]:
-    """Ids of the processes of a job that run now, of this user on this host."""
-    import psutil  # noqa: PLC0415 - `install-horovod` may run before it is there
-
-    found = psutil.process_iter(["environ"])
-    return [each.pid for each in found if mark(job) in (each.info["environ"] or ())]
-
-
-def end_processes(
-    job: str, ranks: list[int], *, seconds: float, wait: Callable[[float], object]
-) -> None:
-    """End all processes of a job: its ranks by SIGTERM first, then all by SIGKILL.
-
-    Args:
-        job: Id of the job.
-        ranks: Ids of the ranks' processes.
-        seconds: Seconds between SIGTERM and SIGKILL.
-        wait: Waits for some seconds, and reads what ranks print as they save.
-    """
-    for pid in ranks:
-        _signal(pid, SIGTERM)
-    begin = time.monotonic()
-    while set(ranks) & set(_list_members(job)) and time.monotonic() - begin < seconds:
-        wait(0.05)
-    _kill(job)
+def _list_members(job: str) -> list[psutil.Process]:
+    """Return the processes of a job that run now, of this user on this host."""
+    name, found = job_variable(job), psutil.process_iter(["environ"])
+    return [each for each in found if name in (each.info["environ"] or ())]
 
 
 def _kill(job: str) -> None:
     begin = time.monotonic()
     # Repeatedly, since a process may start another one in the meantime.
     while (left := _list_members(job)) and time.monotonic() - begin < _KILL_SECONDS:
-        for pid in left:
-            _signal(pid, signal.SIGKILL)
+        for process in left:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                process.kill()
         time.sleep(0.02)
 
 
@@ -328,17 +317,14 @@ def _reap(job: str, reader: int) -> None:
         os._exit(0)
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
-
-
 def note_signals(*others: signal.Signals) -> list[int]:
     """Return a list to which signals that stop a job are appended from now on.
 
-    They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process.
+    They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process. By
+    `nohup` it ignores SIGHUP.
     """
     stopped: list[int] = []
     for number in (*_STOPS, *others):
-        signal.signal(number, lambda number, frame: stopped.append(number))
+        if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: stopped.append(number))
     return stopped

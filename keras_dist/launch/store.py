@@ -222,7 +222,6 @@ class StoreClient:
     """
 
     def __init__(self, address: str, port: int, secret: str | None = None) -> None:
-        self.address, self.port = address, port
         self.ends, self.error, self.is_refused = ("", ""), "", False
         self._key, scope = "", _RANKS
         if secret is not None:

@@ -51,24 +51,6 @@ def run(code, *arguments, **environ):
     )
 
 
-_ERRORS = """
-import os, sys
-import keras_dist
-for variables in %r:
-    os.environ.update(variables)
-    try:
-        keras_dist.init()
-    except RuntimeError as error:
-        print(error)
-    for name in variables:
-        del os.environ[name]
-""" % [
-    _TASKS["jsrun"],
-    {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"},
-    {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-]
-
-
 _INIT = """
 import json, os, sys
 import keras_dist

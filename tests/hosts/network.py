@@ -97,7 +97,7 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def hosts(names: str, *, shared: Sequence[Path] = ()) -> Iterator["Network"]:
-    """Inside the block, there are these hosts; afterwards nothing of them is left.
+    """Context manager with these hosts, of which nothing is left afterwards.
 
     Args:
         names: A letter for each, from "a" on.

@@ -114,7 +114,7 @@ def test_the_pods_of_the_job_are_one(net, names, shared, trains):
 
 @contextlib.contextmanager
 def mounted(net, name, folder, files):
-    """Inside the block, files of a host are others."""
+    """Context manager in which files of a host are others."""
     for path, text in files.items():
         source = folder / path.replace("/", "_")
         source.write_text(text)

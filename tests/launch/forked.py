@@ -1,5 +1,6 @@
 """Ranks without a launcher of ours: one process imports TensorFlow, and forks them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from launch import ROOT, free_port
 # Importing TensorFlow takes seconds: one process does it, and forks into all ranks.
 # They have not what the package does at its import in a rank: its device, and saving.
 _FORKS = """
-import json, os, signal, sys
+import faulthandler, json, os, signal, sys
 import keras, numpy, keras_dist
 from keras_dist import comm  # and with it all of TensorFlow that ranks need
 rank = None
@@ -32,6 +33,7 @@ if rank is not None:
     file = os.open(rank["output"], os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.enable()  # a rank that hangs says where, by SIGABRT
     os.environ.update(rank["env"])
     path = rank["output"] + ".py"
     with open(path, "w") as script:
@@ -58,6 +60,11 @@ def forks():
     process.wait(10)
 
 
+def abort(pid):
+    with contextlib.suppress(ProcessLookupError):  # another rank is the one that hangs
+        os.kill(pid, signal.SIGABRT)
+
+
 @pytest.fixture
 def run_ranks(forks, tmp_path):
     """Returns a function that starts ranks: how they ended, and what they printed."""
@@ -75,7 +82,7 @@ def run_ranks(forks, tmp_path):
         ]
         print(json.dumps(jobs), file=forks.stdin, flush=True)
         pids = json.loads(forks.stdout.readline())
-        end = threading.Timer(60, lambda: [os.kill(p, signal.SIGKILL) for p in pids])
+        end = threading.Timer(60, lambda: [abort(pid) for pid in pids])
         end.start()
         codes = [int(forks.stdout.readline()) for _ in pids]
         end.cancel()

@@ -159,6 +159,45 @@ def test_a_stopped_launcher_takes_everything_with_it(tmp_path, number):
     process.stdout.close()
 
 
+def test_a_rank_without_the_variables_of_the_job_ends_with_it():
+    """As in a container; although it ignores SIGTERM."""
+    shell = "trap '' TERM; echo $$; while :; do sleep 1; done"
+    process = subprocess.Popen(
+        [*RUN, "-np", "1", "env", "-i", "sh", "-c", shell],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        rank = int(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 128 + signal.SIGINT
+        found = [p for p in psutil.process_iter() if os.getsid(p.pid) == rank]
+        assert {each.status() for each in found} <= {psutil.STATUS_ZOMBIE}
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
+def test_a_job_outlives_its_terminal_where_the_user_says_so(tmp_path):
+    """By `nohup`, which lets it ignore SIGHUP."""
+    script = tmp_path / "script.py"
+    script.write_text("import time; print('there'); time.sleep(1); print('done')")
+    command = ["nohup", *RUN, "-np", "1", str(script)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "there\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=20) == ("done\n", None)
+    assert process.returncode == 0
+
+
+def test_the_launcher_imports_no_tensorflow():
+    """With options of Python, too: it forks its reaper before the first thread."""
+    words = ["-B", "-X", "importtime", "-m", "keras_dist", "run", "--help"]
+    done = launch([sys.executable, *words], ranks=None, timeout=100)
+    assert "argparse" in done.stderr and "tensorflow" not in done.stderr
+
+
 _SAVES = """
 import signal, sys, time
 def save(number, frame):
@@ -203,6 +242,15 @@ def test_a_failed_job_is_started_again(tmp_path):
     assert (logs / "rank.1.log").read_text().split("\n")[:-1] == expected
     assert "rank 1" not in done.stdout and "rank 0 start 2" in done.stdout
     assert start("-np", 2, "--restarts", 1, script, 2).returncode == 5
+
+
+def test_ranks_that_were_asked_to_end_are_not_started_again(tmp_path):
+    """They have saved, and the scheduler that has asked starts the job again."""
+    script = tmp_path / "script.py"
+    script.write_text("class SavedExit(SystemExit): pass\nraise SavedExit(75)")
+    done = start("-np", 2, "--restarts", 1, script)
+    assert done.returncode == 75
+    assert "asked to end by SIGTERM" in done.stderr and "start 2" not in done.stderr
 
 
 def test_a_dry_run_tells_what_would_start(tmp_path):
@@ -348,10 +396,14 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
             parse_endpoint(f"{name}:29400")
         if " " not in name:
             file.write_text(f"a slots=1\n{name} slots=1\n")
-            with pytest.raises(ValueError, match="The name of a host must be"):
-                parse_hosts(read_hostfile(file), None)
+            with pytest.raises(ValueError, match="The name of a host must be") as found:
+                read_hostfile(file)
+            assert f"Received: {name!r} in line 2 of {file}" in str(found.value)
     named = "me.too@node-1.cluster:2,10.0.0.1:1,größe:1,DOMAIN\\me@fe80::1%eth0:1"
     assert len(parse_hosts(named, None)) == 4
+    file.write_text("a slots=1\na slots=1\n")
+    done = start("--hostfile", file, "-m", "this", PATH=path)
+    assert f"each name once, as in a:2,b:2. Received: --hostfile {file}" in done.stderr
     file.write_text("-oProxyCommand=touch-it slots=1\n")
     ways = [["-H", "-oProxyCommand=touch-it:1"], ["--hostfile", file]]
     for words in ways:

@@ -106,6 +106,20 @@ def test_a_job_ends_although_nobody_reads_what_the_first_host_says(tmp_path):
     assert left_behind(mark) == []
 
 
+@pytest.mark.long
+def test_the_loss_of_the_first_host_is_named(tmp_path):
+    """The other one ends by itself, with all that it has started."""
+    script, mark = tmp_path / "script.py", uuid.uuid4().hex
+    script.write_text(_SCRIPT)
+    first, other = meet("-np", 1, script, mark=mark)
+    assert "rank" in other.stdout.readline()
+    first.kill()
+    code, _, errors = ended([other], 30)[0]
+    assert code == 1 and "The first host was lost, and the job" in errors, errors
+    first.communicate()
+    assert left_behind(mark) == []
+
+
 def wait_for_threads(*processes):
     """Until each process has come so far that it has a thread, and a second more."""
     begin = time.monotonic()
@@ -137,6 +151,7 @@ def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
         ([*TWO, "a:1", "-H", "a:1"], "and no `-H`"),
         ([*TWO, "a:b"], "its name or address, and a port"),
         ([*TWO, "a:1"], "needs a secret of at least 16"),
+        ([*TWO, "localhost:1"], "needs a secret of at least 16"),
         ([*TWO, "localhost:1", "--nnodes", 0], "rank 0 of 0"),
         ([*TWO, "localhost:1", "--node-rank", 2], "--nnodes, --node-rank"),
     ],

@@ -7,8 +7,8 @@ import pytest
 from forked import torchrun
 from launch import PYTHONPATH, launch, prefix
 
-from keras_dist.launch.monitor.watchdog import EXIT_CODE
-from keras_dist.launch.store import StoreClient
+from keras_dist.launch.monitor.watchdog import EXIT_CODE, Watchdog
+from keras_dist.launch.store import Store, StoreClient, store_variables
 
 _STALLS = """
 import sys, time
@@ -138,3 +138,20 @@ def test_a_status_store_that_is_gone_returns_nothing():
     store = StoreClient("127.0.0.1", "9")
     store.put("0", 1)
     assert store.get("0") is None
+
+
+def test_a_value_that_is_no_heartbeat_does_not_count(monkeypatch):
+    """Ranks sign nothing here: a stranger's value must not end the watchdog."""
+    store = Store("secret")
+    for name, value in store_variables("127.0.0.1", store.port, "secret").items():
+        monkeypatch.setenv(name, value)
+    first, second = (
+        Watchdog(rank=rank, size=2, limit=1.0, ignored_threads=[]) for rank in range(2)
+    )
+    status = second.publish(0.0)
+    assert first._read_statuses(0.0) == {1: status}
+    for wrong in ({"x": 1}, {"idle": "9"}, {"beat": []}, {"code": {}}, {"position": 1}):
+        value = wrong if "x" in wrong else status | wrong
+        second._store.put("1", value)
+        assert first._read_statuses(0.0) == {1: None}, wrong
+    store.shutdown()

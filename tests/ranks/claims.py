@@ -54,7 +54,7 @@ def warned(words: str = "") -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def models_in(dtype: str) -> Iterator[None]:
-    """Inside the block, models and their data are of this dtype."""
+    """Context manager in which models and their data are of this dtype."""
     before = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)

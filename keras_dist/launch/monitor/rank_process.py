@@ -52,7 +52,7 @@ _FROM_ANOTHER_RANK = (
 _PR_SET_PDEATHSIG = 1
 
 
-def write_report(summary: str, text: str, code: int, **marks: bool) -> None:
+def write_report(summary: str, text: str, code: int, **flags: bool) -> None:
     """Write the report of this rank: why it fails; see `launch.failures.RankEnd`.
 
     Only the first call writes; later errors are not the cause.
@@ -63,7 +63,7 @@ def write_report(summary: str, text: str, code: int, **marks: bool) -> None:
     report = {"time": time.time(), "code": code, "summary": summary, "text": text}
     draft = Path(f"{path}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
-        draft.write_text(json.dumps(report | marks))
+        draft.write_text(json.dumps(report | flags))
         os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
 
 

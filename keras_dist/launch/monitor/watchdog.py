@@ -169,9 +169,9 @@ class Watchdog(threading.Thread):
         found, statuses = self._store.get_all(""), {}
         for rank in set(range(self._size)) - {self._rank}:
             name = str(rank)
-            status = self._store.get(name) if found is None else found.get(name)
-            statuses[rank] = status if isinstance(status, dict) else None
-            beat = status["beat"] if isinstance(status, dict) else 0
+            value = self._store.get(name) if found is None else found.get(name)
+            statuses[rank] = status = value if _is_status(value) else None
+            beat = status["beat"] if status else 0
             if beat != self._seen.get(rank, (-1, now))[0]:
                 self._seen[rank] = beat, now
         return statuses
@@ -263,6 +263,15 @@ class Watchdog(threading.Thread):
                 if not each.filename.startswith(FOREIGN):
                     return f"{each.filename}, line {each.lineno}, in {each.name}"
         return None
+
+
+def _is_status(value: Any) -> bool:
+    """Return True if a value may be one of `publish`: strangers can write, too."""
+    kinds = {"beat": int, "idle": int | float, "position": str, "code": str | None}
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name, ...), kind)
+        for name, kind in {**kinds, "is_with_others": bool}.items()
+    )
 
 
 def threads(pid: int | None = None) -> set[int]:
