@@ -29,6 +29,16 @@ def describe(error: Exception) -> str:
     return str(error) if is_plain else f"{name}: {error}"
 
 
+def summarize(error: Exception) -> str:
+    """Return the class of an error, and the first line of its message.
+
+    >>> summarize(NotImplementedError()), summarize(KeyError("tea"))
+    ('NotImplementedError', "KeyError: 'tea'")
+    """
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}".rstrip(": ")
+
+
 def mark_known(error: Exception) -> None:
     """Note that an error is raised on all ranks, so that none tells the others."""
     with contextlib.suppress(AttributeError):  # a class of C may take no attribute

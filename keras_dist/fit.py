@@ -252,7 +252,7 @@ def run_loop(
     """
     is_override = loop is None and _takes_data(getattr(model.__class__, name))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(turn_off_tuning())
+        stack.enter_context(turn_off_tuning(model))
         if loop is None:
             token = _passing.set((id(model), name))
             stack.callback(_passing.reset, token)

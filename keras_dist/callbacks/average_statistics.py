@@ -62,7 +62,7 @@ class AverageStatistics(keras.callbacks.Callback):
         self._synchronize()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session_of(self.model).set_awaited(False)
+        session_of(self.model).begin_steps()
         self._synchronize()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -19,7 +19,7 @@ from keras_dist.optimizer.reduce import (
     reduce_gradients,
     weight_loss,
 )
-from keras_dist.optimizer.sparse import added_in_order, with_shape
+from keras_dist.optimizer.sparse import add_in_order, with_shape
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
@@ -204,7 +204,7 @@ def update(
 ) -> None:
     """Make the update; optimizers inside of this one get the averages, too."""
     context = replace(step_context.current(), is_averaged=True)
-    with step_context.entered(context), added_in_order(optimizer, averaged):
+    with step_context.entered(context), add_in_order(optimizer, averaged):
         apply(averaged, variables)
 
 
@@ -214,8 +214,9 @@ class ReducesGradients:
     _averaging: AveragingState
 
     @classmethod
-    def from_config(cls, config: Any, *args: Any) -> Any:
-        made = super().from_config(config, *args)  # type: ignore[misc]
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a copy that averages, too, with the default options."""
+        made = super().from_config(*args, **kwargs)  # type: ignore[misc]
         _set_options(made, Averaging())
         return made
 

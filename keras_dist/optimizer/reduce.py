@@ -65,11 +65,14 @@ class AveragingState:
         options: The options of the averaging.
         number: Part of the names of its collectives; `None` before the ranks have
             compared their gradients' shapes and dtypes.
+        is_merged: Whether repeated rows are added up before they are sent, as all ranks
+            have found then: a callback may change clipping before one traces again.
         lookups: Which tables are read once for all rows of a batch.
     """
 
     options: Averaging
     number: int | None = None
+    is_merged: bool = False
     lookups: Lookups = field(default_factory=Lookups)
 
 
@@ -98,7 +101,7 @@ def reduce_gradients(
     if comm.size() == 1:
         return list(gradients)
     if state.number is None:
-        number = next(_numbers)
+        number, state.is_merged = next(_numbers), sparse.is_merged(optimizer)
         _check_same_gradients(optimizer, gradients, known, number)
         state.number = number
     if accumulates(optimizer) and not optimizer.built:
@@ -177,13 +180,14 @@ def _average(
         local = [map_values(context.counted, gradient) for gradient in local]
     variables = [variable for _, variable in pairs]
     name = f"keras_dist.gradients.{state.number}"
-    is_merged = sparse.is_merged(optimizer)
-    prepare = lookups.unmark if is_merged else lookups.prepare
+    prepare = lookups.unmark if state.is_merged else lookups.prepare
     local = [
         _keep_counted(prepare(*pair)) for pair in zip(local, variables, strict=True)
     ]
-    result = exchange(local, weight, state.options, is_merged=is_merged, name=name)
-    if not is_merged:
+    result = exchange(
+        local, weight, state.options, is_merged=state.is_merged, name=name
+    )
+    if not state.is_merged:
         result = [
             lookups.add_up(
                 reduced, _num_slices(own), variable, rows=context.rows, name=name
@@ -440,7 +444,7 @@ def _check_same_gradients(
     Raises:
         ValueError: On all ranks, if some differ.
     """
-    options = optimizer._averaging.options
+    options, is_merged = optimizer._averaging.options, optimizer._averaging.is_merged
     has_slices = any(isinstance(each, tf.IndexedSlices) for each in gradients)
     # Only at the first update, which all ranks trace. Later, a single rank may trace
     # again, when its last batch has a new shape.
@@ -453,7 +457,7 @@ def _check_same_gradients(
                 "the number of gradients": len(gradients),
                 "`op` and `compression`": (options.op, options.compression),
                 "the number of optimizers that averaged before": number,
-                "whether rows are merged": has_slices and sparse.is_merged(optimizer),
+                "whether rows are merged": has_slices and is_merged,
             }
             | dict(zip(names, kinds, strict=True)),
             names={n: f"of {p}" for n, p in zip(names, paths, strict=True)},

@@ -275,7 +275,7 @@ def all_or_none_finite(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def added_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
+def add_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
     """Context manager in which each rank that makes an update gets the same bits.
 
     TensorFlow's scatter adds a thousand slices and more in several threads, repeated

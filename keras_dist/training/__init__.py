@@ -7,12 +7,12 @@
 - `losses`: this rank's part of each loss and logged number, as Keras's losses declare
 - `trial`: what else a step is of its rows, tried on the first batch; `check_split`
 - `rows`: losses over the rows of all ranks: `sum_over_rows`, `gather_rows`
-- `metrics/`: synchronize metrics; `saving`: save models once and whole
+- `metrics`: synchronize metrics; `saving`: save models once and whole
 - `same_values`: compare what has to be equal on all ranks
 - `state_trial`: metrics and state that the parts of a batch do not add up to
 - `batch_norm`: normalize by the statistics of the global batch
 - `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
   the first and the last
 - `remember`: remember variables, and put them back
-- `predict`: predict shards of the rows, and gather the predictions
+- `predict`: predict batches in turns, and gather the predictions
 """

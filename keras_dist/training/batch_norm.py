@@ -81,7 +81,7 @@ class GlobalMoments:
             [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(squares, [-1])],
             axis=0,
         )
-        everyone = _gathered(own)
+        everyone = _gather(own)
         counts = everyone[:, :1]
         means, squares = tf.split(everyone[:, 1:], 2, axis=1)
         # Chan et al., 1983. E[x²] − E[x]² would subtract large numbers and lose digits.
@@ -120,7 +120,7 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
 
 
 @tf.custom_gradient
-def _gathered(own: Any) -> Any:
+def _gather(own: Any) -> Any:
     """Gather the vectors of all ranks as rows of a matrix, with its gradient."""
     context = step_context.current()
     everyone = comm.gather_rows(own[tf.newaxis], name=comm.name_of("moments"))

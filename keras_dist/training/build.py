@@ -39,10 +39,10 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
     Raises:
         Exception: What the user's train step raises, if it had to be run once.
     """
+    if _is_complete(model):
+        return
     function = getattr(run, "__func__", run)
     is_of_keras = getattr(function, "__module__", "").startswith("keras.")
-    if (is_of_keras or is_eager) and _is_complete(model):
-        return
     unbuilt = _count_unbuilt(model)
     methods = [_trace, _build_by_keras]
     if is_of_keras or (is_eager and not unbuilt):

@@ -14,8 +14,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from keras_dist import comm, mixin, optimizer, private
 from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import as_untuned
@@ -117,8 +115,8 @@ def train_on_all(
             raise
 
 
-def turn_off_tuning() -> contextlib.AbstractContextManager[None]:
-    """Context manager in which Keras reads data without TensorFlow's tuning thread.
+def turn_off_tuning(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Context manager in which a model reads data without TensorFlow's tuning thread.
 
     TensorFlow tunes each pass over a `tf.data.Dataset` (Keras makes one of all data) in
     a thread, which sleeps for 10 ms, then twice as long each time, up to a minute. At
@@ -139,7 +137,7 @@ def turn_off_tuning() -> contextlib.AbstractContextManager[None]:
     def read(plain: Any, strategy: Any, dataset: Any, options: Any = None) -> Any:
         return plain(as_untuned(dataset), options)
 
-    strategy = type(tf.distribute.get_strategy())
+    strategy = type(model.distribute_strategy)
     return mixin.replace_method(strategy, "experimental_distribute_dataset", read)
 
 

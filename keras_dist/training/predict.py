@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -46,26 +46,32 @@ def predict_in_turns(
     """
     counts: list[list[int]] = []  # rows of each batch, for each array of outputs
 
-    def counted(outputs: Any) -> Any:
+    def count(outputs: Any) -> Any:
         leaves = keras.tree.flatten(outputs)
         counts.append([0 if leaf is None else int(leaf.shape[0]) for leaf in leaves])
         return outputs
 
     with comm.together():
-        outputs = predict(data.data, use=counted)
+        outputs = predict(data.data, use=count)
     if not data.has_rows:
         outputs = _without_rows(outputs)
         counts.clear()
     _agree_on_outputs(outputs, model)
     if not gather:
         return outputs
-    # Arrays of outputs may have other numbers of rows than the batches.
-    by_rank = comm.gather(counts)
-    rows = [
-        _list_rows_in_turns([[batch[index] for batch in own] for own in by_rank])
-        for index in range(len(keras.tree.flatten(outputs)))
-    ]
-    return _gather_in_order(outputs, rows, gather)
+    leaves = keras.tree.flatten(outputs)
+    local_bytes = [0 if leaf is None else _row_bytes(leaf) for leaf in leaves]
+    by_rank, bytes_by_rank = zip(*comm.gather((counts, local_bytes)), strict=True)
+    keeps = gather is True or comm.rank() == 0
+    gathered = []
+    for index, leaf in enumerate(leaves):
+        # Arrays of outputs may have other numbers of rows than the batches.
+        rows = _list_rows_in_turns([[b[index] for b in own] for own in by_rank])
+        row_bytes = max(own[index] for own in bytes_by_rank)  # rows may differ
+        length = max(1, _MESSAGE_BYTES // max(1, row_bytes))
+        is_array = leaf is not None
+        gathered.append(_gather_leaf(leaf, rows, length, keeps) if is_array else None)
+    return keras.tree.pack_sequence_as(outputs, gathered) if keeps else None
 
 
 @contextlib.contextmanager
@@ -92,31 +98,18 @@ def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
         model.predict_function = plain if before == 1 else None
 
 
-def _gather_in_order(
-    outputs: Any,
-    rows: Iterable[Sequence[np.ndarray]],
-    gather: bool | Literal["first"],
-) -> Any | None:
-    """Gather outputs, and put their rows in order; `None` on a rank that keeps none.
+def _gather_leaf(
+    leaf: Any, rows: Sequence[np.ndarray], length: int, keeps: bool
+) -> Any:
+    """Gather the rows of all ranks, piece by piece, and put them in order.
 
     Args:
-        outputs: Arrays or ragged tensors of this rank.
-        rows: For each of them and each rank, the index of each row among all.
-        gather: `True` or `"first"`.
+        leaf: An array or a ragged tensor of this rank.
+        rows: For each rank, the index of each row among all.
+        length: The number of rows in a piece.
+        keeps: Whether this rank keeps them.
     """
-    keeps = gather is True or comm.rank() == 0
-    leaves = [
-        None if leaf is None else _gather_leaf(leaf, indices, keeps)
-        for leaf, indices in zip(keras.tree.flatten(outputs), rows, strict=False)
-    ]
-    return keras.tree.pack_sequence_as(outputs, leaves) if keeps else None
-
-
-def _gather_leaf(leaf: Any, rows: Sequence[np.ndarray], keeps: bool) -> Any:
-    """Gather an array or a ragged tensor of all ranks, piece by piece."""
     is_ragged = isinstance(leaf, tf.RaggedTensor)
-    row_bytes = max(comm.gather(_row_bytes(leaf)))  # rows may differ in length
-    length = max(1, _MESSAGE_BYTES // row_bytes)
     result = None
     if keeps and not is_ragged:
         result = np.empty((sum(map(len, rows)), *leaf.shape[1:]), leaf.dtype)
@@ -162,8 +155,8 @@ def _sendable(leaf: Any) -> Any:
 
 def _row_bytes(leaf: Any) -> int:
     if isinstance(leaf, tf.RaggedTensor):
-        return max(1, leaf.flat_values.numpy().nbytes // max(1, leaf.shape[0]))
-    return max(1, leaf.dtype.itemsize * math.prod(leaf.shape[1:]))
+        return leaf.flat_values.numpy().nbytes // max(1, leaf.shape[0])
+    return leaf.dtype.itemsize * math.prod(leaf.shape[1:])
 
 
 def _agree_on_outputs(outputs: Any, model: Any) -> None:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import private
+from keras_dist.errors import summarize
 from keras_dist.optimizer import (
     Recorded,
     apply_recorded,
@@ -57,8 +58,7 @@ class RecordedStep:
             batch = keras.tree.map_structure(_two_rows, specs)
             self._compute_gradients.experimental_get_compiler_ir(*batch)(stage="hlo")
         except Exception as error:  # after any error, the step runs without XLA
-            line = str(error).strip().splitlines()[0]
-            return f"XLA cannot compile this model ({type(error).__name__}: {line})"
+            return f"XLA cannot compile this model ({summarize(error)})"
         return None
 
     def run(self, data: Any) -> Any:

@@ -101,19 +101,25 @@ def first_difference(
 ) -> tuple[str, int] | None:
     """Return the first name whose arrays differ, and a rank; `None` if all are equal.
 
-    It is a collective of a few bytes, unless something differs. Floating-point values
-    that differ in their last digits are taken for equal.
+    It is a collective of a digest for each name; only arrays whose digests differ are
+    sent. Floating-point values that differ in their last digits are taken for equal.
 
     Args:
         values: Small arrays of this rank, by name.
     """
-    digest = hashlib.sha256(pickle.dumps(values)).hexdigest()
-    if len(set(comm.gather(digest))) == 1:
+    local = {n: hashlib.sha256(pickle.dumps(v)).digest() for n, v in values.items()}
+    digests = comm.gather(local)
+    names = sorted(
+        name
+        for name in set().union(*digests)
+        if len({each.get(name) for each in digests}) > 1
+    )
+    if not names:
         return None
-    for name in sorted(set().union(*comm.gather(list(values)))):
-        first, *others = comm.gather(values.get(name))
+    first, *others = comm.gather({name: values.get(name) for name in names})
+    for name in names:
         for rank, other in enumerate(others, 1):
-            if not _are_close(first, other):
+            if not _are_close(first[name], other[name]):
                 return name, rank
     return None
 
@@ -128,7 +134,10 @@ def _constants(layer: Any) -> list[np.ndarray]:
         is_tensor = isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
         if isinstance(value, np.ndarray) or (is_tensor and value.dtype != tf.resource):
             array = np.asarray(value)
-            found.append(array if array.nbytes <= _WHOLE_BYTES else _sample(array))
+            array = array if array.nbytes <= _WHOLE_BYTES else _sample(array)
+            with contextlib.suppress(Exception):  # objects that cannot be sent
+                pickle.dumps(array)
+                found.append(array)
         elif name == "bin_boundaries":
             found.append(np.asarray(value, dtype="float64"))
     return found

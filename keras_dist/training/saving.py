@@ -21,6 +21,7 @@ import math
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 import types
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.clusters import find_place
@@ -43,7 +45,7 @@ _POSITION = "saves"
 _BEGIN_SECONDS, _WRITE_SECONDS = 5.0, 600.0
 
 # The interval between two looks into the store grows from the first to the second.
-# Of all ranks together there are at most so many a second.
+# Of all ranks together there are at most so many a second, of two requests each.
 _SHORTEST, _LONGEST, _LOOKS = 0.01, 0.25, 400.0
 
 # Keras refuses other extensions of a file, with an error that names the path.
@@ -128,6 +130,7 @@ class SaveLog:
     def begin_interval(self) -> None:
         """Count saves from 0 again; all ranks do so at the same point."""
         self._position = [self._position[0] + 1, 0]
+        self._numbers.clear()  # names have the number of the interval
         self._announce(_POSITION, self._position)
 
     def save(self, own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
@@ -236,11 +239,8 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         or not os.path.isdir(folder)
     ):
         return own(*call.args, **call.kwargs)  # or Keras raises its own error
-    draft = os.path.join(folder, f".keras_dist.{comm.job_world().rank}.{name}"[:200])
-    with contextlib.suppress(OSError):  # a link, which is never followed
-        os.remove(draft)
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
-    os.mkdir(draft)
+    # Of this process alone: another job may save the same path.
+    draft = tempfile.mkdtemp(prefix=".keras_dist.", dir=folder)
     try:
         made = os.path.join(draft, name)
         if path.endswith((".h5", ".hdf5")):
@@ -263,8 +263,8 @@ def _reserve(path: str, model: Any) -> None:
     """Raise if there is no room: HDF5 ends the process when a write fails."""
     found = getattr(model, "optimizer", None)
     variables = [*model.variables, *(found.variables if found is not None else ())]
-    # Nearly all numbers have four bytes; HDF5 adds its headers.
-    num_bytes = sum(4 * math.prod(v.shape) + 2048 for v in variables)
+    sizes = [tf.as_dtype(v.dtype).size * math.prod(v.shape) for v in variables]
+    num_bytes = sum(sizes) + 2048 * len(sizes)  # HDF5 adds its headers
     with open(path, "xb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes + 1)

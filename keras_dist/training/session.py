@@ -67,7 +67,7 @@ def _draw_seed() -> int:
 class TracedFunctions:
     """What a model keeps from one fit to the next: traced functions, and their state.
 
-    Keras traces a function again after `compile` alone. Ours are kept beside
+    Keras traces a function again after `compile` alone. Ours are kept beside those of
     the plain model, which average nothing. A train function is used again in a fit in
     which everything that is part of the graph is equal: `options`.
 
@@ -174,7 +174,7 @@ class Evaluation:
     has_rows: bool = True
 
 
-# That of a callback, which may run on one rank only.
+# The evaluation of a callback, which may run on one rank only.
 ALONE = Evaluation(runs_on_all=False)
 
 
@@ -362,13 +362,16 @@ class Session:
             return False
         return self.evaluation is None or self.evaluation.runs_on_all
 
-    def set_awaited(self, is_awaited: bool) -> None:
-        """Note that Keras's loop has its result over all ranks, or goes on from there.
+    def begin_steps(self) -> None:
+        """Note that steps come, or an evaluation, in which the others wait for it."""
+        self.is_awaited = self.evaluation is not None and self.evaluation.runs_on_all
 
-        A callback may take one at any batch; more steps come then.
+    def end_steps(self) -> None:
+        """Note that Keras's loop has its result over all ranks.
+
+        A training may open its validation data then, and an evaluation is over.
         """
-        if self.evaluation is None:
-            self.is_awaited = is_awaited
+        self.is_awaited = self.evaluation is None
 
     @contextlib.contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:

@@ -118,7 +118,7 @@ class DistributedStep:
 
     def reset_metrics(self: Any) -> None:
         self._distributed_session.traced.rows_seen.assign([0, 0, 0])
-        self._distributed_session.set_awaited(False)
+        self._distributed_session.begin_steps()
         super().reset_metrics()  # type: ignore[misc]
 
     def get_metrics_result(self: Any) -> Any:
@@ -132,7 +132,7 @@ class DistributedStep:
         if comm.size() == 1 or not session.runs_on_all():
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
         results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
-        session.set_awaited(True)
+        session.end_steps()
         return results
 
     @property

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from keras_dist import comm, lines, private
 from keras_dist.data.draws import preserve_generators
+from keras_dist.errors import summarize
 from keras_dist.optimizer import Recorded, optimizers_of, step_context, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
 from keras_dist.training.batch_norm import explain_unsynchronized, share_moments
@@ -182,8 +183,7 @@ def try_alone(model: Any, split: SplitStep, data: Any) -> Trial:
         ):
             return _Runner(model, split, data).find()
     except Exception as error:  # whatever a user's step raises on fewer rows
-        first_line = str(error).strip().splitlines()[0]
-        return Trial(reason=f"{type(error).__name__}: {first_line}")
+        return Trial(reason=summarize(error))
     finally:
         private.clear_losses(model)
 

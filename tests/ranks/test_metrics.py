@@ -438,15 +438,17 @@ class Reads(keras.Sequential):
 
 @pytest.mark.several_ranks
 def test_building_counts_no_batch(world, rows):
-    """Also in metrics that `compile` was given, which the model does not list yet."""
+    """Also in metrics that `compile` was given, which the model does not list yet.
+
+    One calls functions of TensorFlow, which are no part of the step.
+    """
     x, y = (array[:96] for array in rows)
     logs = []
     for fit, size in ((keras.Model.fit, world.size), (keras_dist.dist_fit, 1)):
         keras.utils.set_random_seed(1)
         model = Reads([keras.layers.Dense(1, activation="sigmoid")])
-        model.compile(
-            "sgd", "mse", metrics=[keras.metrics.AUC(name="auc")], run_eagerly=True
-        )
+        metrics = [keras.metrics.AUC(multi_label=True, name="auc")]
+        model.compile("sgd", "mse", metrics=metrics, run_eagerly=True)
         only = {} if fit is keras.Model.fit else {"lr_scaling": "none"}
         given = {"batch_size": 8 * size, "shuffle": False, "verbose": 0, **only}
         logs.append(fit(model, x, y[:, None], **given).history["auc"])

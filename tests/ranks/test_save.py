@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import threading
 import time
 
 import keras
@@ -142,14 +143,8 @@ def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
 
 @pytest.mark.three_ranks
 def test_the_first_rank_alone_writes(model, folder, monkeypatch):
-    """Once, however late it comes; a second save of the same path is another one.
-
-    A link that somebody has put where it writes is not followed.
-    """
+    """Once, however late it comes; a second save of the same path is another one."""
     written = []
-    (folder / "other").write_text("tea")
-    if keras_dist.rank() == 0:
-        (folder / ".keras_dist.0.m.keras").symlink_to(folder / "other")
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *a: (written.append(a), replace(*a)))
     for late in (0, keras_dist.size() - 1):
@@ -164,7 +159,40 @@ def test_the_first_rank_alone_writes(model, folder, monkeypatch):
         )
         met()
     assert on_all(len(written)) == [2] + [0] * (keras_dist.size() - 1)
-    assert (folder / "other").read_text() == "tea"
+
+
+class Noted(keras.layers.Dense):
+    """Calls what it is given while it is saved, each once."""
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if self.calls:
+            self.calls.pop(0)()
+
+
+def test_another_save_of_the_same_path_damages_none(folder, store):
+    """As of another job with the same ranks, that begins and ends a while later."""
+    path = str(folder / f"{keras_dist.rank()}.weights.h5")
+    layer = Noted(1)
+    model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+    other = threading.Thread(target=model.save_weights, args=[path])
+    is_half, is_loaded = threading.Event(), threading.Event()
+
+    def wait_for_other():
+        other.start()
+        assert is_half.wait(30)
+
+    def wait_for_load():
+        is_half.set()
+        assert is_loaded.wait(30)
+
+    object.__setattr__(layer, "calls", [wait_for_other, wait_for_load])
+    met()
+    error = attempt(lambda: (model.save_weights(path), load_weights(path, model)))
+    is_loaded.set()
+    other.join()
+    error = error or attempt(lambda: load_weights(path, model))
+    assert on_all(error) == [None] * keras_dist.size()
 
 
 @pytest.mark.three_ranks

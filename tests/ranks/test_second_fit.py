@@ -172,6 +172,19 @@ def test_a_function_in_a_step_keeps_no_trace(rows, options):
     assert_equal_to_the_bit(found[1])
 
 
+@pytest.mark.several_ranks
+def test_a_complete_model_is_not_traced_to_be_built(rows):
+    """Its step is traced as the one that trains alone."""
+    x, y = (array[:96] for array in rows)
+    model = CallsFunction([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile(NotedSGD(0.1), run_eagerly=False)
+    counts = []
+    for scaling in (1.0, 2.0):
+        keras_dist.dist_fit(model, x, y, lr_scaling=scaling, **GIVEN)
+        counts.append(len(model.optimizer.noted))
+    assert counts == [2 + 2, 2 + 2 + 2]
+
+
 def test_no_data_outlives_a_fit(rows):
     """Neither training nor validation data, also where an evaluation comes between."""
     model, dead = make(), []

@@ -392,6 +392,25 @@ def test_ranks_on_gpus_merge_rows(world, monkeypatch):
 
 
 @pytest.mark.several_ranks
+def test_a_rank_that_traces_again_alone_sends_what_the_others_send(world):
+    """Also if something has set the clipping since the ranks compared gradients."""
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    table = keras.Variable(np.ones(SHAPE, "float32"))
+    optimizer.build([table])
+
+    @tf.function
+    def step(indices):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table.value, indices))
+        optimizer.apply(tape.gradient(loss, [table.value]), [table])
+
+    for length in (2, 2 + world.rank):  # of another shape on all ranks but the first
+        step(tf.zeros([length], tf.int32))
+        optimizer.clipnorm = 1e9
+    assert len(set(keras_dist.gather(table.numpy().tobytes()))) == 1
+
+
+@pytest.mark.several_ranks
 def test_slices_beside_compressed_gradients_are_sent_as_they_are():
     """Two bytes a number would square their roundings, too."""
     with models_in("float32"):
@@ -410,7 +429,7 @@ def test_slices_are_added_up_before_a_variable_changes():
     optimizer = keras.optimizers.RMSprop()
     table = keras.Variable(generator.normal(size=(50, 4)).astype("float32"))
     before, summed = table.numpy(), tf.convert_to_tensor(slices).numpy()
-    with sparse.added_in_order(optimizer, [slices]):
+    with sparse.add_in_order(optimizer, [slices]):
         optimizer.assign_add(table, slices)
         assert (table.numpy() == before + summed).all()
         optimizer.assign_sub(table, slices)

@@ -35,6 +35,8 @@ class Steps(keras.Sequential):
             if self.way == "sign":
                 moved = x + 0.1 * tf.sign(inner.gradient(loss, x))
                 loss += tf.reduce_mean(tf.square(y - self(moved, training=True)))
+            if self.way == "without words":
+                raise NotImplementedError
             if self.way == "ratio":
                 weight = tf.exp(p) / tf.reduce_mean(tf.exp(p))
                 loss = tf.reduce_mean(weight * tf.square(y - p))
@@ -122,6 +124,12 @@ def test_check_split_changes_nothing():
     assert max(split.weights.values()) > 0.01
     assert type(model) is Steps
     assert "gradients: neither" in str(split)
+
+
+def test_an_error_without_a_message_is_a_reason():
+    """As every error of the user's step; nothing else fails in its place."""
+    with pytest.raises(ValueError, match="NotImplementedError"):
+        keras_dist.check_split(make("without words"), X, Y)
 
 
 def test_a_batch_of_one_row_is_not_tried():
