@@ -186,14 +186,17 @@ def _feed_batches(
     _check_trainable(source, given, spec)
     if source.has_seeded_passes and steps is None and spec.position:
         skip_epochs(source.data, spec.position.epoch)
-    feed = adapt_batches(source, spec, is_training=True, shuffle=shuffle)
+    feed = adapt_batches(
+        source, spec, is_training=True, shuffle=shuffle and steps is None
+    )
     if steps is not None:
         # Keras may read ahead, into batches of the next epoch.
         feed = replace(feed, epoch=None, division=None)
     # One process reads the user's data as it is, unless its epochs are set.
     is_plain = feed.data is source.data or (spec.size == 1 and feed.epoch is None)
-    # A sequence that is not sharded is shuffled by Keras.
-    is_shuffled = shuffle and is_plain and source.kind == "sequence"
+    # Where it is not sharded, or passes are no epochs, Keras shuffles a sequence.
+    is_by_keras = is_plain or steps is not None
+    is_shuffled = shuffle and is_by_keras and source.kind == "sequence"
     arguments = given | {"x": feed.data, "shuffle": is_shuffled}
     if not is_plain:
         arguments["class_weight"] = None  # the step adds it
@@ -429,7 +432,7 @@ def adapt_batches(
         # comes in the next one.
         dealer = replace(dealer, rank=0)
     if source.kind == "sequence":
-        feed = _adapt_sequence(source, spec, dealer, shuffle, limit)
+        feed = _adapt_sequence(source, spec, dealer, shuffle, keeps_position, limit)
     elif source.kind == "dataset" and source.length is not None:
         feed = _adapt_dataset(source, spec, dealer, keeps_position, limit)
     else:
@@ -470,7 +473,12 @@ def _check_batches(source: Source, dealer: Dealer, limit: int | None) -> bool:
 
 
 def _adapt_sequence(
-    source: Source, spec: ShardSpec, dealer: Dealer, shuffle: bool, limit: int | None
+    source: Source,
+    spec: ShardSpec,
+    dealer: Dealer,
+    shuffle: bool,
+    keeps_position: bool,
+    limit: int | None,
 ) -> Feed:
     own = ShardedSequence(
         source.data,
@@ -478,7 +486,7 @@ def _adapt_sequence(
         limit=limit,
         seed=spec.seed if shuffle else None,
         gather=spec.gather if dealer.is_training else None,
-        spec=spec if spec.keeps_position and dealer.is_training else None,
+        spec=spec if keeps_position else None,
     )
     length = own.num_batches
     return Feed(

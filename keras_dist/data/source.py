@@ -48,6 +48,8 @@ class Source:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
             an iterator such as a generator, which is never closed (`next_pass`).
         is_same: Whether batch i is the same on all ranks, or may be taken for it.
+        is_sent: Whether the first rank sends the batches: reading one is a collective,
+            so the first ones are kept when they are looked at.
 
     Attributes:
         kind: `"dataset"`, `"sequence"` or `"stream"`.
@@ -63,10 +65,10 @@ class Source:
         ValueError: If a data set was made of several that were divided differently.
     """
 
-    def __init__(self, data: Any, *, is_same: bool = False) -> None:
-        self.data = data
+    def __init__(self, data: Any, *, is_sent: bool = False) -> None:
+        self.data, self.is_sent = data, is_sent
         self.presharded: Presharded | None = presharded_of(data)
-        self.is_same, self.note = is_same, ""
+        self.is_same, self.note = is_sent, ""
         self.lengths: tuple[float | None, ...] = ()
         self.length = count_batches(self.data)
         is_sequence = isinstance(data, keras.utils.PyDataset)
@@ -117,8 +119,13 @@ class Source:
             return self._buffered[:count]
         if self.kind == "dataset":
             return self._first_batches(self.data, count)
+        if self._buffered:
+            return self._buffered[:count]
         with preserve_generators():
-            return list(itertools.islice(self, count))
+            looks = list(itertools.islice(self, count))
+        if self.is_sent:
+            self._buffered = looks
+        return looks
 
     def next_pass(self, global_batch: int) -> Iterator[Any]:
         """Begin a pass, as Keras does on one process.

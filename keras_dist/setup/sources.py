@@ -59,7 +59,7 @@ def make_source(data: Any, shard: str, *, shuffle: bool = False) -> Any:
         # Nobody begins an iterator anew.
         is_pass = isinstance(x, Iterator)
         data = _receive(x) if is_pass else FirstRankBatches(x, shuffle=shuffle)
-        return Source(data, is_same=True)
+        return Source(data, is_sent=True)
     return Source(x)
 
 
@@ -170,6 +170,10 @@ def compare(
             presharded and presharded.facts()
         )
     comm.agree(facts, advice="Give every rank the same kind of data.")
+    for source in sources.values():
+        if source.is_sent:
+            # Each of them is a collective: so before any block of one rank.
+            source.first(max(2, comm.size()))
     _check_cache_files(sources, is_split=options.shard == "none")
     unknown = {
         name: source

@@ -137,6 +137,16 @@ def test_an_error_of_the_first_ranks_loader(world):
         keras_dist.dist_fit(counting_model(), broken(), verbose=0, shard="first")
 
 
+def test_an_error_of_one_rank_while_the_first_reads(world):
+    """An argument of one rank: all have looked at the first batches before."""
+    data = endless_unseeded(np.random.default_rng(0))
+    steps = 0 if world.rank == world.size - 1 else 4
+    with pytest.raises(ValueError, match="`steps_per_epoch` must be"):
+        keras_dist.dist_fit(
+            counting_model(), data, steps_per_epoch=steps, verbose=0, shard="first"
+        )
+
+
 def test_a_generator_that_differs_is_named_before_training(world):
     """A warning on the first rank; the shuffle after epoch 1 is then an error."""
     data = Unseeded(np.random.default_rng(world.rank), np.arange(48))
@@ -173,8 +183,9 @@ class InOrder(keras.utils.PyDataset):
         return x, x[:, :1]
 
 
-def test_batches_of_a_sequence_come_in_the_order_of_keras(world):
-    """With `shuffle=True`, the default of `fit`, and a seed."""
+@pytest.mark.parametrize("steps", [None, 3, 4])
+def test_batches_of_a_sequence_come_in_the_order_of_keras(world, steps):
+    """With `shuffle=True`, the default of `fit`, a seed, and passes over epochs."""
     fits = (
         keras.Model.fit,
         lambda model, *args, **kwargs: keras_dist.dist_fit(
@@ -186,7 +197,7 @@ def test_batches_of_a_sequence_come_in_the_order_of_keras(world):
         keras.utils.set_random_seed(5)
         model = counting_model()
         model.compile(keras.optimizers.Adam(0.1), "mse")
-        fit(model, InOrder(), shuffle=True, epochs=3, verbose=0)
+        fit(model, InOrder(), shuffle=True, epochs=3, verbose=0, steps_per_epoch=steps)
         weights.append(model.get_weights()[0])
     np.testing.assert_allclose(*weights, rtol=2e-5)
 
