@@ -67,16 +67,14 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if session_of(self.model).has_started:  # on all ranks; else on none
-            for found in _between_updates(self.model):
-                comm.broadcast_variables(optimizer.own_sums(found), 0)
+            comm.broadcast_variables(optimizer.pending_sums(self.model), 0)
         uninstall(self.model)
 
     def _synchronize(self) -> None:
         if comm.size() == 1 or not self._has_changed:
             return
         self._has_changed = False
-        for found in _between_updates(self.model):
-            optimizer.move_to_first_rank(found)
+        optimizer.move_to_first_rank(optimizer.pending_sums(self.model))
         by_rule = variables_by_rule(self.model)
         if by_rule["mean"]:
             _average(by_rule["mean"], session_of(self.model).rows_trained)
@@ -144,12 +142,3 @@ def _add_up(variables: list[Any], before: dict[int, Any]) -> None:
     for variable, *values in zip(variables, *by_rank, strict=True):
         added = combine("sum", values, [1] * len(values), before[id(variable)])
         variable.assign(added.astype(variable.dtype))
-
-
-def _between_updates(model: Any) -> list[Any]:
-    """Optimizers with accumulated gradients that no update has applied yet."""
-    return [
-        found
-        for found in optimizer.optimizers_of(model)
-        if optimizer.is_distributed(found) and optimizer.is_between_updates(found)
-    ]

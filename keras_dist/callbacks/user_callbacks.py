@@ -155,7 +155,7 @@ class UserCallbacks(keras.callbacks.Callback):
             for phase in reversed(_phases(self.given))
         ]
         self._members = [c for phase in reversed(self._phases) for c in phase]
-        self._used: dict[str, list[int]] = {}
+        self._num_phases = 0
         self._error: Exception | None = None
         for hook in _ON_ALL_RANKS:
             setattr(self, hook, functools.partial(self._call_on_all, hook))
@@ -176,29 +176,14 @@ class UserCallbacks(keras.callbacks.Callback):
                 callback.set_model(model)
         # The ranks' callbacks may differ: every rank takes part in the exchange of each
         # phase that any rank has.
-        phases = {hook: self._own_phases(hook) for hook in _ON_ALL_RANKS}
+        count = len(self._phases) if self._members else 0
         paths = [callback.filepath for callback in _checkpoints(self.given)]
-        used_by_rank, paths_by_rank = zip(*comm.gather((phases, paths)), strict=True)
+        counts, paths_by_rank = zip(*comm.gather((count, paths)), strict=True)
         _use_first_paths(self.given, paths_by_rank)
-        self._used = {
-            hook: sorted(set().union(*(u[hook] for u in used_by_rank)), reverse=True)
-            for hook in _ON_ALL_RANKS
-        }
-
-    def _own_phases(self, hook: str) -> set[int]:
-        """Numbers of the phases in which this rank has a callback to call."""
-        found = {
-            index
-            for index, phase in enumerate(self._phases)
-            if any(_has(callback, hook) for callback in phase)
-        }
-        raises_deferred = hook in ("on_test_begin", "on_test_end", "on_epoch_end")
-        if raises_deferred and any(hook in self.__dict__ for hook in _BATCHES):
-            found.add(0)
-        return found
+        self._num_phases = max(counts)
 
     def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        for index in self._used[hook]:
+        for index in reversed(range(self._num_phases)):
             with comm.together():
                 self._call(index, hook, *args, **kwargs)
 

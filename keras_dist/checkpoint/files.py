@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +26,6 @@ _locked: set[str] = set()  # by this process
 # The last line of a file, with the number of the format.
 _LAST_LINE = b"\nkeras_dist checkpoint 3, sha256 "
 _LAST_BYTES = len(_LAST_LINE) + 64 + 1
-
-# Seconds between attempts to read a file: a server of files may have to start again.
-_WAITS = (0.2, 1.0, 3.0)
 
 
 class DamagedError(ValueError):
@@ -71,7 +68,7 @@ class Folder:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise self._used_by(file.read(4096), path) from None
+                    raise self._used_by(file.read(4096).strip(), path) from None
                 if error.errno not in _NO_LOCKS:
                     raise
                 warnings.warn(
@@ -81,9 +78,10 @@ class Folder:
                     stacklevel=2,
                 )
             begin = time.strftime("%Y-%m-%d %H:%M:%S")
+            holder = f"process {os.getpid()} on host {os.uname().nodename}, "
             file.truncate(0)
-            file.write(f"process {os.getpid()} on host {os.uname().nodename}, ")
-            file.write(f"since {begin}")
+            # As many bytes as a small checkpoint: a full disk is an error now.
+            file.write(f"{holder}since {begin}".ljust(4096))
             file.flush()
             _locked.add(path)
             try:
@@ -98,17 +96,6 @@ class Folder:
             "its end, or pass another folder. If that process is gone, with its host, "
             f"remove {path}"
         )
-
-    def prepare(self) -> None:
-        """Make the folder, and check that a file can be written in it.
-
-        Raises:
-            OSError: If the folder cannot be made or written to.
-        """
-        os.makedirs(self.path, exist_ok=True)
-        with self._new_part() as file:
-            file.write(b"\0" * 4096)
-        os.remove(self.part)
 
     def newest(self) -> tuple[Any, list[str]]:
         """Read the newest checkpoint that is not damaged.
@@ -143,6 +130,8 @@ class Folder:
     def write(self, value: Any) -> str:
         """Write a checkpoint, and then remove those older than the last `keep`.
 
+        It is a file of `numpy.savez`, and a last line with its checksum.
+
         Args:
             value: A value that `to_json` returned, or that it does not need to change.
 
@@ -152,8 +141,21 @@ class Folder:
         Raises:
             OSError: If it cannot be written. Earlier checkpoints are still there then.
         """
-        with self._new_part() as file:
-            write(file, value)
+        text, arrays = _to_text(value)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.part)  # a link is never followed
+            with open(self.part, "x+b") as file:
+                np.savez(file, *arrays, header=np.frombuffer(text, np.uint8))
+                file.seek(0)
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+                file.write(_LAST_LINE + found.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(self.part)
+            raise
         number = self.number + 1
         os.replace(self.part, self.file(number))
         _sync_folder(self.path)
@@ -179,44 +181,18 @@ class Folder:
         matches = map(_NAME.fullmatch, os.listdir(self.path))
         return [int(match[1]) for match in matches if match]
 
-    @contextlib.contextmanager
-    def _new_part(self) -> Iterator[BinaryIO]:
-        """Context manager that writes the part to the disk; an error removes it."""
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self.part)  # a link is never followed
-            with open(self.part, "x+b") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.remove(self.part)
-            raise
-
-
-def write(file: BinaryIO, value: Any) -> None:
-    """Write a value as a file of `numpy.savez`, and a last line with its checksum.
-
-    Args:
-        file: An empty file, open for reading and writing.
-        value: As in `Folder.write`.
-    """
-    text, arrays = _to_text(value)
-    np.savez(file, *arrays, header=np.frombuffer(text, np.uint8))
-    file.seek(0)
-    found = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
-    file.write(_LAST_LINE + found.hexdigest().encode() + b"\n")
-
 
 def read(path: str) -> Any:
     """Read the value that was written to a file; tuples and numbers of NumPy, too.
 
     Raises:
         DamagedError: If it is not as it was written.
-        OSError: If it cannot be read, also after some seconds.
+        OSError: If it cannot be read.
     """
-    content, last_line = _read_patiently(path)
+    with open(path, "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        content = file.read(max(0, num_bytes - _LAST_BYTES))
+        last_line = file.read()
     if not last_line.startswith(_LAST_LINE):
         raise DamagedError(
             "it does not end as a checkpoint of format 3 does, which this version of "
@@ -224,32 +200,15 @@ def read(path: str) -> Any:
         )
     found = hashlib.sha256(content).hexdigest().encode()
     if last_line != _LAST_LINE + found + b"\n":
-        num_bytes = len(content) + _LAST_BYTES
         raise DamagedError(f"its {num_bytes} bytes do not match its checksum")
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            return _from_text(file["header"].tobytes(), file)
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return _from_text(arrays["header"].tobytes(), arrays)
     except MemoryError:
         raise
     # With a valid checksum and any content, of which reading raises anything.
     except Exception as error:
         raise DamagedError(f"it is not a checkpoint ({error})") from None
-
-
-def _read_patiently(path: str) -> tuple[bytes, bytes]:
-    """Return all of a file but its last line, and that."""
-    for seconds in (*_WAITS, None):
-        try:
-            with open(path, "rb") as file:
-                num_bytes = os.fstat(file.fileno()).st_size
-                return file.read(max(0, num_bytes - _LAST_BYTES)), file.read()
-        except OSError as error:
-            if seconds is None:
-                raise OSError(
-                    error.errno, os.strerror(error.errno or 0), path
-                ) from None
-            time.sleep(seconds)
-    raise AssertionError("The last attempt raises.")
 
 
 def to_json(value: Any) -> Any:

@@ -144,7 +144,6 @@ def open_checkpoints(
         with on_first_rank(path) as is_first:
             if is_first:
                 stack.enter_context(folder.lock())
-                folder.prepare()
         _check_shared(path)
         yield _read(options, folder, seed, keras_seed)
 
@@ -162,14 +161,10 @@ def _read(
     # Without the weights, which are broadcast when the model is built.
     small = comm.broadcast(None if tree is None else {**tree, "arrays": []})
     saved = None if small is None else Saved.from_tree(small if tree is None else tree)
-    return Resume(
-        folder,
-        options.save_steps,
-        options.save_seconds,
-        seed=seed if saved is None else saved.seed,
-        keras_seed=keras_seed if saved is None else saved.keras_seed,
-        saved=saved,
-    )
+    if saved is not None:
+        seed, keras_seed = saved.seed, saved.keras_seed
+    steps, seconds = options.save_steps, options.save_seconds
+    return Resume(folder, steps, seconds, seed, keras_seed, saved)
 
 
 @contextlib.contextmanager

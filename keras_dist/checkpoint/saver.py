@@ -181,29 +181,27 @@ class Saver(keras.callbacks.Callback):
         saves, ends = self._requests.agree(self.model)
         if ends:
             if self._setup.saves_within_epochs:
-                self._save(self._position(self._epoch, self._done))
+                self._save(self._position(self._done))
             self._exit()
         every = self._resume.save_steps
         is_due = every is not None and self._done // every > before // every
         if self._setup.saves_within_epochs and (is_due or saves):
-            self._save(self._position(self._epoch, self._done))
+            self._save(self._position(self._done))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         is_stopped = bool(self.model.stop_training)
-        self._save(self._position(epoch + 1, 0), is_finished=is_stopped)
+        self._save(self._position(None), is_finished=is_stopped)
         is_last = is_stopped or epoch + 1 == self.params["epochs"]
         _, ends = self._requests.agree(self.model, is_epoch_end=True)
         if ends and not is_last:
             self._exit()
 
-    def _position(self, epoch: int, done: int) -> DataPosition:
-        """Return the position after `done` steps of an epoch."""
-        division = self._feed.division
+    def _position(self, done: int | None) -> DataPosition:
+        """Return the position after `done` steps of this epoch; `None`: after it."""
+        epoch, division = self._epoch, self._feed.division
         if division is None:
-            return DataPosition(epoch, 0, 0)
-        if done:
-            return division.position(epoch, done)
-        return division.position(epoch - 1, division.count_steps(epoch - 1))
+            return DataPosition(epoch + 1, 0, 0)
+        return division.position(epoch, done or division.count_steps(epoch))
 
     def _is_last_step(self) -> bool:
         """Return True if the epoch has no more steps, where their number is known."""

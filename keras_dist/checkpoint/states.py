@@ -62,7 +62,7 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
         callbacks: State of each callback on this rank.
     """
     session, variables = session_of(model), state_variables(model)
-    sums = {id(accumulator) for accumulator in _accumulators(model)}
+    sums = {id(accumulator) for accumulator in optimizer.pending_sums(model)}
     own = sums | {id(variable) for variable in model.non_trainable_weights}
     values = {
         str(index): comm.to_array(variable)
@@ -191,23 +191,13 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     session.restore_rows(trained, [max(steps), seen, last[0]])
 
 
-def _accumulators(model: Any) -> list[Any]:
-    """Accumulated gradients that the next update will use."""
-    return [
-        accumulator
-        for outer in optimizer.optimizers_of(model)
-        if optimizer.is_between_updates(outer)
-        for accumulator in private.accumulators(outer)
-    ]
-
-
 def _merge_ranks(
     model: Any, variables: Sequence[Any], ranks: Sequence[Any], starts: Any
 ) -> None:
     """Merge, on the first rank, the variables that differ between the ranks."""
     by_rule = variables_by_rule(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
-    accumulated = {id(accumulator) for accumulator in _accumulators(model)}
+    accumulated = {id(accumulator) for accumulator in optimizer.pending_sums(model)}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
     differing = {int(index) for own in ranks for index in own["variables"]}

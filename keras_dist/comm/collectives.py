@@ -15,9 +15,8 @@ import tensorflow as tf
 from keras_dist.comm import runtime, transport
 from keras_dist.launch.signing import sign, verify
 
-# Small arrays are broadcast together, in buffers of at most this many bytes. There are
-# five copies for a moment, and the process keeps their memory (docs/decisions.md).
-_MESSAGE_BYTES = 2**20
+# Variables of fewer bytes are broadcast together.
+_PACKED = 2**16
 
 # The length that stands before each message of a gather.
 _LENGTH_BYTES = 8
@@ -169,33 +168,25 @@ def to_array(value: Any) -> np.ndarray:
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     """Assign the values of `root_rank` to the variables of every rank.
 
-    The variables are sent in buffers, one after the other. So the memory needed beside
-    the model is at most that of one buffer, or of the largest variable.
+    Large ones are sent one after the other, so that the memory needed beside the model
+    is that of the largest.
 
     Args:
         variables: Keras variables, of the same shapes and dtypes on every rank.
         root_rank: The rank whose values are sent to the others.
     """
-    link, _ = runtime.connection()
+    link, world = runtime.connection()
     if link is None:
         return
-    name = "keras_dist.broadcast_variable"
-    for start, stop in _buffers([_num_bytes(variable) for variable in variables]):
-        batch = variables[start:stop]
-        if len(batch) == 1 and batch[0].dtype in ("float32", "float64"):
-            value = tf.convert_to_tensor(batch[0])
-            batch[0].assign(
-                transport.broadcast(link, value, root_rank=root_rank, name=name)
-            )
-            continue
-        arrays = [to_array(variable) for variable in batch]
-        packed = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
-        sent = tf.convert_to_tensor(packed)
-        buffer = transport.broadcast(link, sent, root_rank=root_rank, name=name).numpy()
-        ends = np.cumsum([array.nbytes for array in arrays])[:-1]
-        parts = np.split(buffer, ends)
-        for variable, array, part in zip(batch, arrays, parts, strict=True):
-            variable.assign(part.view(array.dtype).reshape(array.shape))
+    sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
+    pairs = list(zip(variables, sizes, strict=True))
+    small = [variable for variable, size in pairs if size < _PACKED]
+    is_root = world.rank == root_rank
+    sent = [to_array(variable) for variable in small] if is_root else None
+    for variable, value in zip(small, broadcast(sent, root_rank), strict=True):
+        variable.assign(value)
+    for variable in (variable for variable, size in pairs if size >= _PACKED):
+        variable.assign(broadcast(variable, root_rank))
 
 
 def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
@@ -287,9 +278,7 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
-    wire = sendable(tensor, as_they_are=(tf.int32,))
-    result = transport.allgather(link, wire, name=name)
+    result = transport.allgather(link, sendable(tensor), name=name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -335,21 +324,17 @@ def _outermost_graph() -> Any:
     return graph
 
 
-def sendable(tensor: Any, *, as_they_are: Sequence[Any] = ()) -> Any:
+def sendable(tensor: Any) -> Any:
     """Cast a tensor to a dtype that Horovod can send, and hide that it is constant.
 
     Horovod sends no bfloat16, no bool, and no small or unsigned integers. And while
     TensorFlow traces, it computes what depends on constants alone, a collective too,
     and not at the same time on all ranks.
-
-    Args:
-        tensor: The tensor.
-        as_they_are: Dtypes of integers, beside int64, that need no cast.
     """
     dtype = tensor.dtype
     if dtype in (tf.bfloat16, tf.float16):
         dtype = tf.float32
-    elif not (dtype.is_floating or dtype in as_they_are):
+    elif not (dtype.is_floating or dtype == tf.int32):
         dtype = tf.int64
     tensor = tf.cast(tensor, dtype)
     if tf.executing_eagerly():
@@ -369,11 +354,7 @@ def _sum_one(value: Any) -> Any:
     if link is None:
         return value
     is_python = isinstance(value, (int, float))
-    if is_python:
-        kind = np.int64 if isinstance(value, int) else np.float64
-        tensor = tf.constant(np.asarray(value, kind))
-    else:
-        tensor = _tensor(value)
+    tensor = _tensor(np.asarray(value) if is_python else value)
     if tensor.dtype == tf.bool:
         tensor = tf.cast(tensor, tf.int64)
     tensor = total(tensor, purpose="sum")
@@ -400,25 +381,6 @@ def _allgather_bytes(own: Any, name: str = "keras_dist.gather") -> Any:
     return own if link is None else transport.allgather(link, own, name=name)
 
 
-def _buffers(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Divide arrays of these sizes in bytes into consecutive buffers.
-
-    Returns:
-        Ranges [start, stop) of the arrays of each buffer. A buffer has at most
-        `_MESSAGE_BYTES` bytes, unless it holds one larger array.
-
-    >>> _buffers([10, 20, 2**20, 5])
-    [(0, 2), (2, 3), (3, 4)]
-    """
-    ranges, start, filled = [], 0, 0
-    for index, size in enumerate(sizes):
-        if index > start and filled + size > _MESSAGE_BYTES:
-            ranges.append((start, index))
-            start, filled = index, 0
-        filled += size
-    return ranges + ([(start, len(sizes))] if len(sizes) > start else [])
-
-
 def _large_indices(tensors: Sequence[Any]) -> set[int]:
     """Indices of the tensors that get a collective of their own: the largest ones.
 
@@ -432,10 +394,6 @@ def _large_indices(tensors: Sequence[Any]) -> set[int]:
     }
     large = [index for index in sizes if sizes[index] >= _LARGE]
     return set(sorted(large, key=lambda index: -sizes[index])[:_MOST_SEPARATE])
-
-
-def _num_bytes(variable: Any) -> int:
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def _num_elements(tensor: Any) -> Any:

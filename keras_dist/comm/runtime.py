@@ -35,14 +35,12 @@ class _Runtime:
         world: Set by `start`; `None` before.
         link: Set by `start`; `None` on one rank.
         has_ended: Set by `stop`, on several ranks.
-        failure: Why the ranks could not meet: they do not try again.
     """
 
     device: Device | None = None
     world: World | None = None
     link: ModuleType | None = field(default=None, repr=False)
     has_ended: bool = False
-    failure: RuntimeError | None = None
 
 
 _runtime = _Runtime()
@@ -123,22 +121,10 @@ def start() -> World:
                     "ranks. Call `shutdown` at the end of the script."
                 )
             if place.address:
-                _meet(place)
+                meet(place)
+                _mark_process()
             _runtime.world = _connect(place)
     return _runtime.world
-
-
-def _meet(place: Place) -> None:
-    """Let the ranks meet, in the first call; a later one has the same error."""
-    if _runtime.failure is None:
-        try:
-            meet(place)
-        except RuntimeError as error:
-            _runtime.failure = error
-        else:
-            _mark_process()
-            return
-    raise _runtime.failure
 
 
 def _connect(place: Place) -> World:

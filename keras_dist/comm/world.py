@@ -82,18 +82,17 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
     >>> check_not_stranded({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"})
     """
     environ = os.environ if environ is None else environ
-    found = None
-    for launcher, (task, count) in _STRANGERS.items():
-        if task in environ and environ.get(count, "1") not in ("0", "1"):
-            found = f"{launcher}, {task}={environ[task]}, {count}={environ[count]}"
-            break
-    else:
-        if environ.get(_PMIX_RANK, "0") != "0":
-            found = f"PMIx, {_PMIX_RANK}={environ[_PMIX_RANK]}"
-    if found is not None:
+    found = [
+        f"{launcher}, {task}={environ[task]}, {count}={environ[count]}"
+        for launcher, (task, count) in _STRANGERS.items()
+        if task in environ and environ.get(count, "1") not in ("0", "1")
+    ]
+    if environ.get(_PMIX_RANK, "0") != "0":
+        found.append(f"PMIx, {_PMIX_RANK}={environ[_PMIX_RANK]}")
+    if found:
         raise RuntimeError(
             "Several tasks were started, and no variable says how they meet: each "
-            f"would train alone, and write the same files. Received: {found}. Start "
+            f"would train alone, and write the same files. Received: {found[0]}. Start "
             "the ranks with `keras-dist run`, `srun`, `torchrun`, `horovodrun` or Open "
             "MPI's `mpirun`. If they are to train side by side, remove these variables "
             "from their environment."

@@ -77,7 +77,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     a `DistributedGradientTape` has returned.
 
     Args:
-        optimizer: A Keras optimizer, which stays as it is.
+        optimizer: A Keras optimizer, which is changed in place.
         compression: `Compression.fp16` sends two bytes a number.
         sparse_as_dense: Whether to send gradients of an `Embedding` whole; by default
             they are sent as rows if that is smaller.
@@ -91,7 +91,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             gradients.
 
     Returns:
-        An optimizer of the same class, name and state.
+        The same object, which is still of its class.
 
     Raises:
         TypeError: If `optimizer` is not a Keras optimizer.
@@ -113,20 +113,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     options = make_options(op, compression)
     is_mean = average_aggregated_gradients
     state = Passes(passes, is_mean=is_mean, is_dense=sparse_as_dense)
-    return average(_copy(optimizer), options, state)
-
-
-def _copy(optimizer: Any) -> Any:
-    """Make a plain optimizer with the options and the state of this one."""
-    try:
-        copied = optimizer.__class__.from_config(optimizer.get_config())
-    except Exception:  # for example a rate of a class that Keras does not know
-        return optimizer  # which is then changed in place
-    if optimizer.built:
-        copied.build(private.trainable_variables_of(optimizer))
-        for pair in zip(copied.variables, optimizer.variables, strict=True):
-            pair[0].assign(pair[1])
-    return copied
+    return average(optimizer, options, state)
 
 
 @dataclass

@@ -14,9 +14,9 @@ and *scale* its rate while it updates.
 """
 
 from keras_dist.optimizer.accumulation import (
-    is_between_updates,
     move_to_first_rank,
     own_sums,
+    pending_sums,
 )
 from keras_dist.optimizer.attach import (
     DistributedOptimizer,

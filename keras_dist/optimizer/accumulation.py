@@ -1,11 +1,12 @@
 """Gradient accumulation: one allreduce for each update, not for each batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.optimizer.nested import leaves
+from keras_dist.optimizer.nested import leaves, optimizers_of
 
 
 def accumulates(optimizer: Any) -> bool:
@@ -40,29 +41,24 @@ def take(accumulator: Any, gradient: Any) -> Any:
     return everything
 
 
-def is_between_updates(optimizer: Any) -> bool:
-    """Return True if the accumulators hold gradients that no update has used yet."""
-    if not (optimizer.built and accumulates(optimizer)):
-        return False
-    done = int(private.batches_of(optimizer).value)
-    return done % optimizer.gradient_accumulation_steps != 0
+def pending_sums(model: Any) -> list[Any]:
+    """Accumulators of all optimizers with gradients that no update has used yet."""
+    pending = []
+    for outermost in optimizers_of(model):
+        if accumulators := own_sums(outermost):
+            done = int(private.batches_of(outermost).value)
+            if done % outermost.gradient_accumulation_steps:
+                pending += accumulators
+    return pending
 
 
-def move_to_first_rank(optimizer: Any) -> None:
+def move_to_first_rank(accumulators: Sequence[Any]) -> None:
     """Give the first rank the sums over all ranks, as on one process, others zeros.
 
     So a sum over the ranks always counts each gradient once.
     """
-    accumulators = private.accumulators(optimizer)
-    for dtype in (tf.float32, tf.float64):
-        own = [
-            a for a in accumulators if (a.dtype == "float64") == (dtype == tf.float64)
-        ]
-        sums = comm.sum_tensors(
-            [a.value for a in own],
-            name=f"keras_dist.accumulated.{dtype.name}",
-            dtype=dtype,
-        )
-        for accumulator, summed in zip(own, sums, strict=True):
-            kept = summed if comm.rank() == 0 else tf.zeros_like(summed)
-            accumulator.assign(tf.cast(kept, accumulator.dtype))
+    own = [accumulator.value for accumulator in accumulators]
+    sums = comm.sum_tensors(own, name="keras_dist.accumulated", dtype=tf.float64)
+    for accumulator, summed in zip(accumulators, sums, strict=True):
+        kept = summed if comm.rank() == 0 else tf.zeros_like(summed)
+        accumulator.assign(tf.cast(kept, accumulator.dtype))

@@ -56,22 +56,10 @@ def _may_hold_optimizers(value: Any) -> bool:
 
 def _held_by(value: Any) -> Iterable[Any]:
     """List what is in a container, or the attributes of an object."""
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, (list, tuple, deque)):
         return list(value)
-    slots = [
-        name
-        for cls in type(value).__mro__
-        for name in _listed(vars(cls).get("__slots__", ()))
-        if isinstance(vars(cls).get(name), types.MemberDescriptorType)
-    ]
-    in_slots = [getattr(value, name, None) for name in slots]
-    return [*getattr(value, "__dict__", {}).values(), *in_slots]
-
-
-def _listed(names: Any) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
+    is_mapping = isinstance(value, Mapping)
+    return list((value if is_mapping else getattr(value, "__dict__", {})).values())
 
 
 def leaves(optimizer: Any) -> list[Any]:

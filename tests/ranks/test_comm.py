@@ -31,7 +31,6 @@ def test_the_world_is_the_launchers(world):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.three_ranks
 def test_each_rank_keeps_to_its_own_cores(world):
     """If there are enough; otherwise every rank uses all of them."""
     threads = tf.config.threading.get_intra_op_parallelism_threads()
@@ -46,7 +45,6 @@ def test_each_rank_keeps_to_its_own_cores(world):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.three_ranks
 def test_threads_of_horovod_do_not_preempt_threads_that_compute():
     """They have the batch scheduling policy; all others are unchanged."""
     policies = []
@@ -55,16 +53,6 @@ def test_threads_of_horovod_do_not_preempt_threads_that_compute():
             policies.append(os.sched_getscheduler(thread))
     assert policies.count(os.SCHED_BATCH) >= 2
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
-
-
-@pytest.mark.several_ranks
-def test_messages_around_the_length_of_one_collective(world):
-    """The last short ones and the first long ones, beside one that is short."""
-    for length in (*range(960, 1030), 5000):
-        own = bytes([world.rank]) * (length if world.rank else 3)
-        expected = [b"\0" * 3]
-        expected += [bytes([rank]) * length for rank in range(1, world.size)]
-        assert keras_dist.gather(own) == expected
 
 
 @pytest.mark.several_ranks
@@ -194,7 +182,7 @@ def test_objects_are_broadcast_and_gathered(world):
 
 def test_variables_are_broadcast_alone_and_packed(world, monkeypatch):
     """A large one as it is, others packed; of every dtype that a model has."""
-    monkeypatch.setattr("keras_dist.comm.collectives._MESSAGE_BYTES", 24)
+    monkeypatch.setattr("keras_dist.comm.collectives._PACKED", 30)
     kinds = (("float32", 9), ("float32", 2), ("int32", 3), ("bfloat16", 20))
     variables = [
         keras.Variable(np.full(length, world.rank + index), dtype=dtype)
@@ -235,26 +223,11 @@ def test_an_error_on_one_rank_is_raised_on_all(world):
         pass
     comm.agree({"size": world.size}, advice="")
     if world.size > 1:
-        for message in raises_everywhere(
-            ValueError,
-            lambda: comm.agree({"color": world.rank}, advice="Do something."),
-        ):
-            assert "disagree on color" in message
-            assert f"rank {world.size - 1}: {world.size - 1}" in message
-            assert message.endswith("Do something.")
-
-
-class Same:
-    """Equal to all of its kind, but another message on each rank."""
-
-    def __init__(self, rank):
-        self.rank = rank
-
-    def __eq__(self, other):
-        return isinstance(other, Same)
-
-    def __hash__(self):
-        return 0
+        with pytest.raises(ValueError, match="disagree on color") as caught:
+            comm.agree({"color": world.rank}, advice="Do something.")
+        assert f"rank {last}: {last}" in str(caught.value)
+        assert str(caught.value).endswith("Do something.")
+        assert is_known(caught.value)  # none of them tells the others again
 
 
 @pytest.mark.several_ranks
@@ -274,8 +247,8 @@ def test_facts_that_are_equal_cost_one_short_message_of_each_rank(world, monkeyp
 
 @pytest.mark.several_ranks
 def test_equal_facts_with_different_messages_are_equal(world):
-    """As sets of words, whose order differs: the values decide in the end."""
-    comm.agree({"one": Same(world.rank), "two": 2}, advice="")
+    """As 1 and 1.0: the values decide in the end."""
+    comm.agree({"one": 1 if world.rank else 1.0, "two": 2}, advice="")
 
 
 @pytest.mark.several_ranks
@@ -304,11 +277,3 @@ def test_the_error_of_another_rank_says_which_and_why(world):
     if world.rank > 0:
         assert isinstance(caught.value, ValueError | TypeError | RuntimeError)
         assert (caught.value.rank, caught.value.cause) == (0, "KeyError: 'tea'")
-
-
-@pytest.mark.several_ranks
-def test_an_error_that_all_ranks_raise_is_known(world):
-    """Where what they have gathered is wrong: none of them tells the others again."""
-    with pytest.raises(ValueError, match="disagree") as caught:
-        comm.agree({"color": world.rank}, advice="")
-    assert is_known(caught.value)

@@ -23,15 +23,6 @@ class Pair:
     critics: list
 
 
-class WithSlots:
-    """Another one, without a `__dict__`."""
-
-    __slots__ = ("inner",)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-
 class InLayer(keras.layers.Layer):
     """A layer of the user's own that keeps optimizers."""
 
@@ -105,13 +96,8 @@ def in_object(model, one, two):
     return lambda model: (model.held.generator, model.held.critics[0])
 
 
-def in_slots(model, one, two):
-    model.held = WithSlots(types.SimpleNamespace(one=one, two=two))
-    return lambda model: (model.held.inner.one, model.held.inner.two)
-
-
 def in_layer(model, one, two):
-    model.held = WithSlots(InLayer({"both": [one, two]}))
+    model.held = types.SimpleNamespace(inner=InLayer({"both": [one, two]}))
     return lambda model: model.held.inner.kept["both"]
 
 
@@ -131,7 +117,6 @@ HOLDERS = [
     in_dict,
     in_tuple_in_dict,
     in_object,
-    in_slots,
     in_layer,
     of_inner_model,
 ]

@@ -37,7 +37,7 @@ def fit(model, rows, *callbacks, **more):
         model,
         x,
         y,
-        validation_data=(x[:32], y[:32]),
+        validation_data=(x[: 16 * keras_dist.size()], y[: 16 * keras_dist.size()]),
         callbacks=list(callbacks),
         **arguments,
     )
