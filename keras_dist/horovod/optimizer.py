@@ -16,7 +16,7 @@ from keras_dist.horovod.collectives import (
     no_autograph,
     reduction,
 )
-from keras_dist.optimizer import ReducesGradients, step_context
+from keras_dist.optimizer import step_context
 from keras_dist.optimizer.reduce import Averaging, exchange
 from keras_dist.training.batch_norm import GlobalMoments
 
@@ -148,9 +148,9 @@ def average(plain: Any, options: Averaging, passes: Passes | None = None) -> Any
 
 def move_to_outermost(outer: Any) -> None:
     """Let the outermost optimizer average, if one inside of it does so far."""
+    optimizer.move_to_outermost(outer)
     for part in optimizer.nested_optimizers(outer)[1:]:
-        if mixin.has(part, ReducesGradients) and mixin.has(part, AppliesLikeHorovod):
-            optimizer.move_to_outermost(outer)
+        if mixin.has(part, AppliesLikeHorovod):
             passes = Passes(is_dense=part._passes.is_dense)
             object.__setattr__(outer, "_passes", passes)
             mixin.add(outer, AppliesLikeHorovod)

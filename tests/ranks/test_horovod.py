@@ -19,11 +19,14 @@ _IS_LONG = os.environ.get("LONG_TESTS")
 pytestmark = pytest.mark.three_ranks if _IS_LONG else pytest.mark.several_ranks
 
 
-def make(seed=3, *, layers=None):
+def make(seed=3, *, layers=None, policy="float32"):
     """A small model that is built."""
     keras.utils.set_random_seed(seed)
+    keras.config.set_dtype_policy(policy)
     dense = layers or [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
-    return keras.Sequential([keras.Input((5,)), *dense])
+    model = keras.Sequential([keras.Input((5,)), *dense])
+    keras.config.set_dtype_policy("float32")
+    return model
 
 
 def rows_of(rank, *, count=24, step=0):
@@ -346,11 +349,7 @@ def test_a_custom_optimizer_is_loaded(tmp_path):
 @pytest.mark.several_ranks
 def test_mixed_precision_averages_in_the_outermost_optimizer():
     """An inf on one rank is one for all; nobody waits."""
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        model = make()
-    finally:
-        keras.config.set_dtype_policy("float32")
+    model = make(policy="mixed_float16")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
     model.compile(optimizer, "mse", run_eagerly=True)
     x, y = rows_of(hvd.rank())
@@ -365,11 +364,7 @@ def test_mixed_precision_averages_in_the_outermost_optimizer():
 
 def test_mixed_precision_does_not_add_gradients_of_a_tape_again():
     """The outermost optimizer sees that they are reduced."""
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
-        model = make()
-    finally:
-        keras.config.set_dtype_policy("float32")
+    model = make(policy="mixed_float16")
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum))
     weight = keras.Variable([0.0])
     with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:

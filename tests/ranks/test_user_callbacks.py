@@ -3,7 +3,6 @@
 import copy
 import pickle
 import resource
-import signal
 
 import keras
 import numpy as np
@@ -201,7 +200,6 @@ class _FullDisk(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self.handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1 and keras_dist.rank() == 0:
@@ -209,7 +207,6 @@ class _FullDisk(keras.callbacks.Callback):
 
     def restore(self):
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-        signal.signal(signal.SIGXFSZ, self.handler)
 
 
 @pytest.mark.parametrize(
