@@ -33,18 +33,11 @@ from keras_dist.setup.arguments import (
     split_arguments,
 )
 from keras_dist.setup.fit_setup import FitSetup, check_model, prepare
-from keras_dist.training import step
-from keras_dist.training.install import (
-    evaluate_on_all,
-    train_on_all,
-    turn_off_tuning,
-)
-from keras_dist.training.predict import (
-    each_batch,
-    predict_in_turns,
-)
+from keras_dist.training.install import evaluate_on_all, train_on_all, turn_off_tuning
+from keras_dist.training.predict import each_batch, predict_in_turns
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
+from keras_dist.training.step import DistributedStep
 from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same script, arguments and data."
@@ -259,8 +252,8 @@ def run_loop(
             loop = functools.partial(getattr(keras.Model, name), model)
         if is_override:
             loop = getattr(model, name)
-        elif name == "evaluate" and mixin.has(model, step.DistributedStep):
-            stack.enter_context(step.evaluating(model))
+        elif name == "evaluate" and mixin.has(model, DistributedStep):
+            stack.enter_context(session_of(model).evaluating())
         return loop(**arguments)
 
 

@@ -140,7 +140,6 @@ class Saver(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         session = session_of(model)
-        session.builds_on_one_rank = True
         # Around the broadcast, which is the first of all: what the first rank holds is
         # restored before it is copied, and what each has of its own behind it.
         session.call_at_start(self._restore_shared, index=0)

@@ -103,7 +103,6 @@ class StepContext:
     Args:
         rows: Rows of this rank's batch, over which its loss is a mean; a number or a
             scalar tensor. `None` if unknown.
-        length: The number of rows with which the graph is traced; `None` if it is open.
         has_rows: Whether the batch is this rank's own; a boolean scalar, if it may be a
             copy of another rank's, whose rows count as 0. `None`: it is.
         step: Number of the step, a scalar tensor; `None` if unknown.
@@ -129,7 +128,6 @@ class StepContext:
     """
 
     rows: Any = None
-    length: int | None = None
     has_rows: Any = None
     step: Any = None
     rows_of_all: Any = None

@@ -11,7 +11,7 @@ from keras_dist import comm, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.lines import warn
-from keras_dist.optimizer import nested_optimizers, optimizers_of, step_context
+from keras_dist.optimizer import optimizers_of, step_context
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.session import Session
@@ -26,15 +26,7 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
     Keras builds a model by calling it on the batch. A train step of the user's may call
     it, or layers of it, on something else, and would find weights of other shapes. So
     such a step is traced instead; or run, if it runs without a graph and reads values.
-
-    This is called inside of the graph of the step, if there is one: outside of it, by
-    `tf.init_scope`, no tape would record a gradient.
-
-    Args:
-        model: A `keras.Model`.
-        run: Its own train step, of Keras or of the user's class.
-        data: The first batch; tensors of a graph, perhaps.
-        is_eager: Whether the step runs without a graph.
+    In the graph of a step, if there is one: outside of it no tape records a gradient.
 
     Raises:
         Exception: What the user's train step raises, if it had to be run once.
@@ -69,15 +61,6 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
             "example by calling it on one batch."
         )
     _build_optimizer(model)
-
-
-def holds_unbuilt_optimizers(model: Any) -> bool:
-    """Return True if an optimizer may make others inside only when it is built."""
-    return any(
-        hasattr(part, "optimizers")
-        for found in optimizers_of(model)
-        for part in nested_optimizers(found)
-    )
 
 
 def _count_unbuilt(model: Any) -> int:
@@ -175,25 +158,15 @@ def start(
     *,
     is_eager: bool,
 ) -> None:
-    """Build `model` and call the hooks, before its first step or as it begins.
-
-    Args:
-        model: The model; a graph of its step may be being traced.
-        session: Its session.
-        data: The batch.
-        own_step: The model's own train step.
-        is_eager: Whether its steps run without a graph.
-    """
+    """Build `model` and call the hooks, before its first step or as it is traced."""
     session.has_started = True
     # TensorFlow would trace a step once more in which variables were made.
     with (
         step_context.entered(step_context.StepContext()),
         tf.variable_creator_scope(_made_now),
     ):
-        is_built_here = session.builds_on_one_rank or comm.size() > 1
-        if is_built_here or holds_unbuilt_optimizers(model):
-            with comm.together():
-                build(model, own_step, data, is_eager=is_eager)
+        with comm.together():
+            build(model, own_step, data, is_eager=is_eager)
         # Outside of the graph that is being traced, so that this runs once, now.
         with tf.init_scope():
             _call_hooks(model, session)

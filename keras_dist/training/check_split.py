@@ -85,7 +85,6 @@ def check_split(
         with contextlib.ExitStack() as stack:
             stack.callback(install.uninstall, model, is_over=True)
             own_step = step.own_train_step(model)
-            session.builds_on_one_rank = True
             build.start(model, session, data, own_step, is_eager=model.run_eagerly)
             for optimizer in optimizers_of(model):
                 stack.enter_context(attached(optimizer))

@@ -118,18 +118,11 @@ def train_on_all(
 def turn_off_tuning(model: Any) -> contextlib.AbstractContextManager[None]:
     """Context manager in which a model reads data without TensorFlow's tuning thread.
 
-    TensorFlow tunes each pass over a `tf.data.Dataset` (Keras makes one of all data) in
-    a thread, which sleeps for 10 ms, then twice as long each time, up to a minute. At
-    the end of the pass TensorFlow wakes the thread and waits for it. But the thread is
-    woken before the stop flag is set: it may see no flag, and sleep again. On a rank
-    with one core this happens nearly always, and a pass takes up to twice as long, or
-    a minute more. Without the thread, the stages of the pipeline that use
-    `tf.data.AUTOTUNE` keep their initial parallelism: all threads of this rank, at
-    most 16. A data set whose options turn tuning on or off is not changed.
-
-    Source:
-        `CancellationManager::StartCancelWithStatus` and `Model::OptimizeLoop` of
-        TensorFlow: waiters are woken before `IsCancelled` is true.
+    The thread sleeps longer each time, up to a minute. At the end of a pass TensorFlow
+    wakes it before the stop flag is set (`CancellationManager::StartCancelWithStatus`),
+    so that it may sleep again while the pass waits for it: on a rank with one core,
+    nearly always. Without it, stages that use `tf.data.AUTOTUNE` keep their initial
+    parallelism. A data set whose options turn tuning on or off is not changed.
     """
     if comm.size() == 1:
         return contextlib.nullcontext()
@@ -145,9 +138,7 @@ def turn_off_tuning(model: Any) -> contextlib.AbstractContextManager[None]:
 def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
     """Context manager in which `model.evaluate` returns the metrics of all ranks.
 
-    Args:
-        model: A compiled model; it may be in the middle of a fit.
-        feed: This rank's shard of the data.
+    The model may be in the middle of a fit.
     """
     is_training = mixin.has(model, DistributedStep)
     try:

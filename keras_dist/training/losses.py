@@ -47,11 +47,7 @@ def num_rows(data: Any) -> Any:
 
 
 def is_declared(model: Any) -> bool:
-    """Return True if Keras's code alone computes what a step differentiates and logs.
-
-    Args:
-        model: A compiled model.
-    """
+    """Return True if Keras alone computes what a step differentiates and logs."""
     methods = ("call", "compute_loss", "train_step")
     layers = private.layers_of(model, include_self=False)
     compiled, losses = private.compiled_parts(model)[0], private.compiled_losses(model)
@@ -79,14 +75,10 @@ def is_keras_method(owner: Any, name: str) -> bool:
 
 
 def declared_kind(loss: Any) -> str | None:
-    """Return "reduction" or "batch" for a loss of Keras, `None` for one of the user's.
+    """Return "reduction" for a loss of Keras that has a value for each row.
 
-    Args:
-        loss: A `keras.losses.Loss`.
-
-    Returns:
-        "reduction" if the loss has a value for each row, which its `reduction` adds up
-        or averages; "batch" if it is one number for all rows.
+    Its `reduction` adds them up, or averages them. "batch" for one that is one number
+    for all rows, and `None` for a loss of the user's.
     """
     function = getattr(loss, "fn", None)
     modules = [type(loss).__module__, getattr(function, "__module__", "keras.")]
@@ -102,13 +94,7 @@ def declared_kind(loss: Any) -> str | None:
 def split_step(
     model: Any, step: Callable[[Any], Any], kinds: step_context.LossKinds
 ) -> Callable[[Any], Any]:
-    """Return a step whose losses and logs are this rank's parts of the global batch.
-
-    Args:
-        model: The model.
-        step: Its own `train_step`.
-        kinds: What the trial of the step found.
-    """
+    """Return a step whose losses and logs are this rank's parts of the global batch."""
     is_logged = not is_keras_method(model, "train_step")
 
     def run(data: Any) -> Any:
@@ -123,12 +109,7 @@ def split_step(
 
 @contextlib.contextmanager
 def _take_parts(model: Any, kinds: step_context.LossKinds) -> Iterator[None]:
-    """Context manager in which losses and logged numbers are parts of the global batch.
-
-    Args:
-        model: The model whose step runs, or is traced, in it.
-        kinds: What the trial of the step found.
-    """
+    """Context manager in which losses and logs are parts of the global batch."""
     compiled, _ = private.compiled_parts(model)
     context = replace(step_context.current(), kinds=kinds, passed={})
     with contextlib.ExitStack() as stack:
@@ -191,32 +172,29 @@ class PartOfLoss:
     _values_mask: Any
 
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        context = step_context.current()
+        context, kind = step_context.current(), declared_kind(self)
+        rows = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight}
 
-        def plain(*rows: Any) -> Any:
-            return super(PartOfLoss, self).__call__(*rows)  # type: ignore[misc]
-
-        if context.rows is None:
-            return plain(y_true, y_pred, sample_weight)
-        kind = declared_kind(self)
+        def plain(rows: Any) -> Any:
+            given = rows["y_true"], rows["y_pred"], rows["sample_weight"]
+            return super(PartOfLoss, self).__call__(*given)  # type: ignore[misc]
 
         def part() -> Any:
-            value = plain(y_true, y_pred, sample_weight)
+            value = plain(rows)
             masks = [private.mask_of(y_pred), self.__dict__.pop("_values_mask", None)]
             if kind is not None and self.reduction == "sum":
                 return value * context.inverse_fraction(value.dtype)
             return value * _part(self.reduction, masks, sample_weight, value.dtype)
 
+        if context.rows is None:
+            return plain(rows)
         if kind == "reduction":
             return part()
         if kind == "batch":
-            value = gather_loss(plain, y_true, y_pred, sample_weight)
-            return plain(y_true, y_pred, sample_weight) if value is None else value
-        return _choose(
-            context.next_site("loss"),
-            part,
-            lambda: gather_loss(plain, y_true, y_pred, sample_weight),
-        )
+            value = gather_loss(plain, rows)
+            return plain(rows) if value is None else value
+        site = context.next_site("loss")
+        return _choose(site, part, lambda: gather_loss(plain, rows))
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]
@@ -268,18 +246,11 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context.passed["loss"] = 100 * (site[1] + 1)
         return plain(*positional, *args[len(given) :], **others)
 
-    def compute_all(x_y: Any, y_pred: Any, sample_weight: Any) -> Any:
-        found = {**x_y, "y_pred": y_pred, "sample_weight": sample_weight}
+    def compute_all(rows: dict[str, Any]) -> Any:
         with step_context.entered(replace(context, rows=None)):
-            return compute(found)
+            return compute(rows)
 
-    x_y = {name: rows[name] for name in ("x", "y") if name in rows}
-    others = rows.get("y_pred"), rows.get("sample_weight")
-    return _choose(
-        site,
-        lambda: compute(rows),
-        lambda: gather_loss(compute_all, x_y, *others),
-    )
+    return _choose(site, lambda: compute(rows), lambda: gather_loss(compute_all, rows))
 
 
 def _choose(
@@ -287,10 +258,7 @@ def _choose(
 ) -> Any:
     """Return this rank's part of a loss that does not say what it is.
 
-    Args:
-        site: Its place.
-        plain: Computes it from this rank's rows.
-        gathered: Computes it from the rows of all ranks; `None` if it cannot.
+    `gathered` computes it from the rows of all ranks; it returns `None` if it cannot.
     """
     context = step_context.current()
     value, is_gathered = None, site in context.kinds.gathered

@@ -48,10 +48,8 @@ def global_result(
 ) -> Any:
     """`result()` as if one process had updated the metrics with the rows of all ranks.
 
-    Results cannot be averaged: the mean of two ranks' AUC is not the AUC. But the state
-    of nearly all metrics can be summed (totals, counts, confusion matrices). So the
-    state of all metrics is gathered and combined, `result()` is called, and this rank's
-    own state is restored. How the state of a metric is combined:
+    The mean of two ranks' AUC is not the AUC. So the state of all metrics is gathered
+    and combined, `result()` is called, and this rank's own state is restored:
 
     - A method `merge_states(states)` of the metric is called with the states of all
       ranks that have rows, each a list of arrays in the order of `variables`, and sets
@@ -166,14 +164,7 @@ def combine_states(
     fractions: Sequence[float],
     starts: Sequence[Any] | None = None,
 ) -> None:
-    """Give a metric the state over the rows of several ranks.
-
-    Args:
-        metric: The metric.
-        states: For each rank that has rows, the values of its `variables`.
-        fractions: Of all rows that the ranks have seen.
-        starts: What all ranks had before, if not 0.
-    """
+    """Give a metric the state over the rows of several ranks: see `combine`."""
     if merges(metric):
         metric.merge_states(states)
         return
@@ -257,9 +248,7 @@ def _weighted_mean(results: Sequence[Any], fractions: Sequence[float]) -> Any:
 def _results_by_path(metrics: Sequence[Any], results: Any) -> dict[Path, np.ndarray]:
     """Collect all results that a step may have returned, by index of metric and path.
 
-    Args:
-        metrics: See `global_result`.
-        results: What `result()` returns now; its index is -1.
+    The index of `results`, which is what `result()` returns now, is -1.
     """
     by_index = {-1: results}
     for index, metric in enumerate(metrics):

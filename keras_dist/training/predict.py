@@ -80,10 +80,6 @@ def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
 
     Keras's callbacks get outputs with nested names flattened, and of a batch of one row
     perhaps a number.
-
-    Args:
-        model: A `keras.Model`.
-        use: Called with the outputs of each batch, in order.
     """
     before = model.steps_per_execution
     if before != 1:
@@ -101,13 +97,9 @@ def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
 def _gather_leaf(
     leaf: Any, rows: Sequence[np.ndarray], length: int, keeps: bool
 ) -> Any:
-    """Gather the rows of all ranks, piece by piece, and put them in order.
+    """Gather the rows of all ranks, `length` at a time, and put them in order.
 
-    Args:
-        leaf: An array or a ragged tensor of this rank.
-        rows: For each rank, the index of each row among all.
-        length: The number of rows in a piece.
-        keeps: Whether this rank keeps them.
+    `rows` has for each rank the index of each row among all.
     """
     is_ragged = isinstance(leaf, tf.RaggedTensor)
     result = None

@@ -26,10 +26,7 @@ class RecordedStep:
     The model's own train step computes everything in one. Here it runs in a function of
     its own, where `apply` only records the gradients. They are averaged outside, and
     applied then. So XLA, which cannot compile a collective, compiles what is before it
-    and what is after it.
-
-    Args:
-        own_step: The model's own `train_step`; its variables must exist.
+    and what is after it. All variables must exist.
     """
 
     def __init__(self, own_step: Callable[[Any], Any]) -> None:

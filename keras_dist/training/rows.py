@@ -145,12 +145,7 @@ def gather_rows(z: Any) -> Any:
     return keras.tree.pack_sequence_as(z, _gather_tensors(leaves, context))
 
 
-def gather_loss(
-    compute: Callable[[Any, Any, Any], Any],
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
-) -> Any:
+def gather_loss(compute: Callable[[dict[str, Any]], Any], rows: dict[str, Any]) -> Any:
     """Compute a loss of `compile` from the rows of all ranks, on each of them.
 
     Targets and predictions are small beside a model. Each rank has the gradient with
@@ -158,20 +153,16 @@ def gather_loss(
     one process, whatever the loss does with the rows.
 
     Args:
-        compute: Computes the loss from targets, predictions and weights, which may be
+        compute: Computes the loss from its arguments by name, some of which may be
             `None`; it reads the mask of the predictions.
-        y_true, y_pred, sample_weight: This rank's rows.
+        rows: This rank's rows of them.
 
     Returns:
         The loss of all rows; `None` if it cannot be computed: XLA compiles the step, or
         more than `KERAS_DIST_GATHER_MIB` would be sent.
-
-    Raises:
-        ValueError: If that is not a positive number.
     """
     context = step_context.current()
-    masks = keras.tree.map_structure(private.mask_of, y_pred)
-    pieces = [y_true, y_pred, sample_weight, masks]
+    pieces = rows, keras.tree.map_structure(private.mask_of, rows.get("y_pred"))
     tensors = [leaf for leaf in keras.tree.flatten(pieces) if leaf is not None]
     reason = _why_not_gathered(tensors, context)
     if reason:
@@ -189,11 +180,11 @@ def gather_loss(
     gathered = iter(
         _gather_tensors(list(filter(has_rows, tensors)), context, is_shared=True)
     )
-    y_true, y_pred, sample_weight, masks = keras.tree.map_structure(
+    rows, masks = keras.tree.map_structure(
         lambda leaf: next(gathered) if has_rows(leaf) else leaf, pieces
     )
-    keras.tree.map_structure(private.set_mask, y_pred, masks)
-    return compute(y_true, y_pred, sample_weight)
+    keras.tree.map_structure(private.set_mask, rows.get("y_pred"), masks)
+    return compute(rows)
 
 
 def _gather_tensors(
@@ -256,22 +247,18 @@ def _counted(tensor: Any, context: step_context.StepContext) -> Any:
 
 def _check_rows(tensor: Any, context: step_context.StepContext) -> Any:
     """Return a tensor that has the rows of this rank's batch, or raise."""
-    rows, expected = context.rows, context.length
-    found = tensor.shape[0] if tensor.shape.rank else 0
+    if context.rows is None:
+        return tensor
     message = (
         "`gather_rows` takes a tensor with one entry for each row of the batch, "
         "since it puts the rows of all ranks in the order of the global batch. "
-        "Gather parts of another length one by one."
+        "Gather parts of another length one by one. "
+        f"Received: a tensor of shape {tensor.shape}."
     )
-    if rows is None or (found == expected and expected is not None):
-        return tensor
-    if None not in (found, expected) or found == 0:
-        raise ValueError(
-            f"{message} Received: shape {tensor.shape} and a batch of "
-            f"{'?' if expected is None else expected} rows."
-        )
+    if tensor.shape.rank == 0:
+        raise ValueError(message)
     count = tf.shape(_counted(tensor, context))[0]
-    check = tf.debugging.assert_equal(count, tf.cast(rows, tf.int32), message)
+    check = tf.debugging.assert_equal(count, tf.cast(context.rows, tf.int32), message)
     with tf.control_dependencies([check] if check is not None else []):
         return tf.identity(tensor)
 
@@ -289,7 +276,7 @@ def _why_not_gathered(
         return f"rows of the shapes {shapes}, which may differ from rank to rank"
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return f"targets and predictions of the shapes {shapes}"
-    limit = _most_mib()
+    limit = float(os.environ.get(VARIABLE, 16))
     mib = sum(map(row_bytes, tensors)) * (context.global_rows or 0) / 2**20
     if mib > limit:
         return (
@@ -304,19 +291,6 @@ def row_bytes(tensor: Any) -> int:
     shape, dtype = tensor.shape, tensor.dtype
     width = max(4, dtype.size) if dtype.is_floating or dtype == tf.int32 else 8
     return math.prod(shape[1:]) * width if shape.rank else 0
-
-
-def _most_mib() -> float:
-    given = os.environ.get(VARIABLE, "16")
-    try:
-        limit = float(given)
-    except ValueError:
-        limit = -1
-    if not limit >= 0:
-        raise ValueError(
-            f"{VARIABLE} must be a number of MiB of at least 0. Received: {given!r}"
-        )
-    return limit
 
 
 def _communicating_context(caller: str = "") -> step_context.StepContext | None:

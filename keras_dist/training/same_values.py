@@ -34,14 +34,8 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
     """Raise an error on all ranks if arrays differ between the ranks. A collective.
 
     Only counts and shapes were compared otherwise: after an unseeded split, the ranks
-    would train on rows that others validate.
-
-    Args:
-        data: Arrays, or structures of them, by the name of their argument; anything
-            else is left out.
-
-    Raises:
-        ValueError: If some of a few hundred rows of an array differ.
+    would train on rows that others validate. A few hundred rows of each array are
+    compared; what is no array, or structure of arrays, is left out.
     """
     if comm.size() == 1:
         return
@@ -69,9 +63,6 @@ def agree_on_constants(model: Any) -> None:
     The words of a `StringLookup` and the mean of a `Normalization` come from data, the
     mask of a layer perhaps from a random generator: with others on each rank, the ranks
     would average the gradients of different functions.
-
-    Args:
-        model: A model that is built.
 
     Raises:
         ValueError: On all ranks, if a layer of Keras differs. For a layer of the user's
@@ -103,9 +94,6 @@ def first_difference(
 
     It is a collective of a digest for each name; only arrays whose digests differ are
     sent. Floating-point values that differ in their last digits are taken for equal.
-
-    Args:
-        values: Small arrays of this rank, by name.
     """
     local = {n: hashlib.sha256(pickle.dumps(v)).digest() for n, v in values.items()}
     digests = comm.gather(local)
@@ -152,8 +140,6 @@ def _sample(leaf: Any) -> np.ndarray:
     indices = np.unique(np.linspace(0, max(count - 1, 0), _ROWS).astype(int))
     if is_sparse:
         rows = list(leaf.tocsr()[indices[:count]].toarray())
-    elif tf.is_tensor(leaf):
-        rows = list(tf.gather(leaf, indices[:count]).numpy())
     else:
         rows = [leaf[index] for index in indices[:count]]
     return np.array([_middle(np.asarray(row)) for row in rows])

@@ -116,9 +116,6 @@ class SaveLog:
     in which interval between two fits) and its number among saves of the same name. So
     a file that the first rank has written before is not taken for the one that it is
     about to write.
-
-    Args:
-        world: This rank, and the number of ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -134,12 +131,7 @@ class SaveLog:
         self._announce(_POSITION, self._position)
 
     def save(self, own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
-        """Let this rank write, or wait for the first rank to do so.
-
-        Args:
-            own: Keras's function.
-            call: Its arguments, with a `filepath`.
-        """
+        """Let this rank write by Keras's function, or wait for the first rank to."""
         path = os.fspath(call.arguments["filepath"])
         path = path if _is_remote(path) else os.path.realpath(path)
         model = call.args[0]
@@ -218,10 +210,6 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     there yet is moved as a whole, and only if no other rank has done so in the
     meantime: the files of two ranks do not fit together. In one that is there, other
     files stay.
-
-    Args:
-        own: Keras's function.
-        call: Its arguments, with a `filepath`.
     """
     given, path = call.arguments, os.fspath(call.arguments["filepath"])
     target = os.path.realpath(path)

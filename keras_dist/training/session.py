@@ -129,12 +129,7 @@ class TracedFunctions:
         return self._functions[0] if self.options == options else None
 
     def leave(self, model: Any, options: Any) -> None:
-        """Keep the functions, and give the plain model back its own.
-
-        Args:
-            model: The model, which is plain now.
-            options: Of this fit; `None` if the train function must not be used again.
-        """
+        """Keep the functions, with their `options`, and give the model back its own."""
         traced = model.train_function, model.test_function
         is_same = _is_same(self._compiled, _compiled(model))
         if traced[0] is None:  # an evaluation
@@ -184,12 +179,7 @@ class Session:
 
     Inside of a step, metrics are this rank's own. At the end of an epoch, and of an
     evaluation on all ranks, their state is summed over all ranks, which is a
-    collective. A fit goes through these states:
-
-    - *steps*: no evaluation is running, and nobody waits for this rank alone;
-    - *opening*: the results of the training were taken. Keras opens the validation
-      data, and ranks that have opened it wait for the others;
-    - *evaluation*: inside of `evaluating`; the others wait until its result is taken.
+    collective.
 
     Args:
         traced: What the next fit may use again.
@@ -200,7 +190,6 @@ class Session:
             has changed: copies of weights to all ranks, scaled rates.
         has_started: Whether everything is built and copied in this fit.
         has_run: Whether the model's own train step has begun in this fit.
-        builds_on_one_rank: Whether all is built before the first step on one rank, too.
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
         feeds: All data, which holds errors that the user's data raised.
@@ -226,7 +215,6 @@ class Session:
     has_started: bool = False
     has_run: bool = False
     is_verbose: bool = False
-    builds_on_one_rank: bool = False
     feed: Feed | None = None
     feeds: tuple[Feed, ...] = ()
     validation: Evaluation = Evaluation()
@@ -249,12 +237,7 @@ class Session:
             self._set_position(training.division, training.division.begin)
 
     def call_at_start(self, hook: Callable[[], None], *, index: int = -1) -> None:
-        """Add a hook, unless it is there already.
-
-        Args:
-            hook: Called before the first step.
-            index: How many hooks are called before it; -1 for all.
-        """
+        """Add a hook behind `index` others, or behind all, unless it is there."""
         if hook not in self.hooks:
             self.hooks.insert(len(self.hooks) if index < 0 else index, hook)
 
@@ -374,8 +357,13 @@ class Session:
         self.is_awaited = self.evaluation is None
 
     @contextlib.contextmanager
-    def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Context manager in which an evaluation runs."""
+    def evaluating(self, is_of_fit: bool = False) -> Iterator[None]:
+        """Context manager for an evaluation by Keras's own loop.
+
+        Args:
+            is_of_fit: Whether the loop of `Model.fit` calls it.
+        """
+        evaluation = self.validation if is_of_fit else self.next_evaluation
         before = self.evaluation, self.is_awaited, self.next_evaluation
         self.evaluation, self.is_awaited = evaluation, evaluation.runs_on_all
         self.next_evaluation = ALONE  # of a callback

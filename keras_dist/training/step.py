@@ -113,7 +113,7 @@ class DistributedStep:
             prepare()
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with evaluating(self, is_of_loop=kwargs.get(private.OF_FIT, False)):
+        with self._distributed_session.evaluating(kwargs.get(private.OF_FIT, False)):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
@@ -150,20 +150,6 @@ class DistributedStep:
         stop_request.ask(bool(value))
         if not (value and stop_request.is_collective):
             self.__dict__["stop_training"] = bool(value)
-
-
-def evaluating(
-    model: Any, *, is_of_loop: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Context manager for an evaluation by Keras's own loop.
-
-    Args:
-        model: A model on which `install` was called.
-        is_of_loop: Whether the loop of `Model.fit` calls it.
-    """
-    session = session_of(model)
-    evaluation = session.validation if is_of_loop else session.next_evaluation
-    return session.evaluating(evaluation)
 
 
 def count_rows(model: Any, data: Any) -> tuple[Any, Any, Any]:
@@ -211,7 +197,7 @@ def describe_step(
     model: Any, data: Any, rows: Any, has_rows: Any
 ) -> step_context.StepContext:
     """Count the step, and return what it passes to the optimizer."""
-    session, length = session_of(model), num_rows(data)
+    session = session_of(model)
     is_keras_path = losses.is_keras_method(
         model, "train_step"
     ) and losses.is_keras_method(model.optimizer, "apply_gradients")
@@ -219,7 +205,6 @@ def describe_step(
         number = session.traced.next_step()
     return step_context.StepContext(
         rows=rows,
-        length=length if isinstance(length, int) else None,
         has_rows=has_rows,
         step=number,
         rows_of_all=session.next_global_rows(),
@@ -310,12 +295,7 @@ def _needs_batch(model: Any) -> bool:
 
 
 def _start(model: Any, data: Any) -> None:
-    """Build the model, copy it to all ranks and try its step, before it is traced.
-
-    Args:
-        model: The model.
-        data: The first batch, as numbers.
-    """
+    """Build the model, copy it to all ranks and try its step, before it is traced."""
     session = session_of(model)
     own_step = own_train_step(model)
     data, _ = session.split_mark(data)

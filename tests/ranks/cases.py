@@ -222,23 +222,19 @@ if KERAS < (3, 13):  # plain `fit` with it raises
 
 
 def optimizer_names() -> set[str]:
-    """All classes of `keras.optimizers`."""
     members = vars(keras.optimizers).items()
     return {name for name, member in members if inspect.isclass(member)}
 
 
 def sgd(rate: float, **arguments: Any) -> Any:
-    """SGD."""
     return keras.optimizers.SGD(rate, **arguments)
 
 
 def momentum(rate: float, **arguments: Any) -> Any:
-    """SGD with momentum."""
     return keras.optimizers.SGD(rate, momentum=0.9, **arguments)
 
 
 def adam(rate: float, **arguments: Any) -> Any:
-    """Adam."""
     return keras.optimizers.Adam(rate, **arguments)
 
 

@@ -143,18 +143,6 @@ class Compiled(Diffusion):
     train_step = tf.function(Diffusion.train_step)
 
 
-class InFunction(Diffusion):
-    """The step calls one that computes the gradients and updates the weights."""
-
-    @tf.function
-    def train_step_of(self, data):
-        """Keeps its trace, too."""
-        return super().train_step(data)
-
-    def train_step(self, data):
-        return self.train_step_of(data)
-
-
 class Nested(Stepping):
     """The step trains a compiled model inside, by the step of that one."""
 
@@ -286,11 +274,11 @@ HOW = {
     "in a graph": (
         {},
         [Contrastive, Diffusion, Lazy, OwnMetrics]
-        + [Compiled, InFunction, Nested, OwnFunction, LossBuilds],
-        {Contrastive, Lazy, OwnMetrics, Nested, InFunction},
+        + [Compiled, Nested, OwnFunction, LossBuilds],
+        {Contrastive, Lazy, OwnMetrics, Nested, Compiled},
     ),
     "eagerly": ({"is_eager": True}, [Contrastive, Lazy, OwnMetrics], {Lazy}),
-    "with XLA": ({"xla": True}, [Compiled, InFunction], {InFunction}),
+    "with XLA": ({"xla": True}, [Compiled], {Compiled}),
 }
 
 
@@ -423,21 +411,3 @@ def test_a_step_that_is_not_of_the_class_is_an_error(world, is_on_object):
     messages = raises_everywhere(RuntimeError, fit)
     kind = "that was set on the object" if is_on_object else "make_train_function"
     assert all("without the `train_step`" in text and kind in text for text in messages)
-
-
-class NotedSGD(keras.optimizers.SGD):
-    """Notes each variable that an update is traced for."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        self.noted = [*getattr(self, "noted", []), variable.name]
-        super().update_step(gradient, variable, learning_rate)
-
-
-def test_a_step_of_keras_is_traced_once(world):
-    """With the variables that it needs, of metrics and the optimizer, made before."""
-    x = np.zeros([8, 600])
-    layers = [keras.layers.Dense(600), keras.layers.Dense(1)]
-    model = keras.Sequential(layers)
-    model.compile(NotedSGD(), "mse", metrics=["mae"], run_eagerly=False)
-    keras_dist.dist_fit(model, x, x[:, :1], batch_size=4, verbose=0)
-    assert len(model.optimizer.noted) == 4

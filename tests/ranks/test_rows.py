@@ -40,12 +40,10 @@ class Plain:
 
     @staticmethod
     def sum_over_rows(loss):
-        """The sum."""
         return loss
 
     @staticmethod
     def weighted_mean(values, weights):
-        """The mean."""
         weights = tf.cast(weights, values.dtype)
         while weights.shape.rank < values.shape.rank:
             weights = weights[..., None]
@@ -54,7 +52,6 @@ class Plain:
 
     @staticmethod
     def gather_rows(z):
-        """The rows."""
         return z
 
 
@@ -125,11 +122,9 @@ class Step(keras.Model):
         self.dense, self.loss_of_rows, self.of = keras.layers.Dense(3), loss, of
 
     def call(self, x):
-        """The outputs."""
         return self.dense(x)
 
     def train_step(self, data):
-        """One update."""
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.loss_of_rows(self.of, x, y, self(x, training=True))

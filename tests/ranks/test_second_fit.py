@@ -26,7 +26,7 @@ def make(**options):
     """A model with four weights, in a graph."""
     keras.utils.set_random_seed(3)
     hidden = keras.layers.Dense(4, activation="tanh")
-    model = keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(1)])
+    model = keras.Sequential([hidden, keras.layers.Dense(1)])
     optimizer = NotedSGD(0.1, momentum=0.9)
     model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=False, **options)
     return model
@@ -38,7 +38,6 @@ def dist_fit(model, *args, **kwargs):
 
 
 def plain_fit(model, *args, **kwargs):
-    """The oracle."""
     return model.fit(*args, **{**GIVEN, **kwargs})
 
 
@@ -139,7 +138,6 @@ class CallsFunction(keras.Sequential):
 
     @tf.function
     def update(self, x, y):
-        """One update."""
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(y - self(x, training=True)[:, 0]))
             if loss > 1e9:

@@ -35,12 +35,10 @@ class PerBatch(keras.metrics.Metric):
         self.batches = self.add_weight(name="batches", initializer="zeros")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        """Adds a batch."""
         self.total.assign_add(ops.sum(ops.abs(y_true - y_pred)))
         self.batches.assign_add(1.0)
 
     def result(self):
-        """The quotient."""
         return self.total / self.batches
 
 
@@ -97,7 +95,6 @@ class Counts(keras.layers.Layer):
         self.held = tf.Variable(0.0, dtype="float64")
 
     def call(self, x):
-        """The rows."""
         self.held.assign_add(1.0)
         return x
 

@@ -26,18 +26,14 @@ class AddsLoss(keras.layers.Layer):
         self.function = function
 
     def call(self, x):
-        """Its input."""
         self.add_loss(self.function(x))
         return x
 
 
 class Computes(keras.Sequential):
-    """Overrides `compute_loss`."""
-
     function = None
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-        """The loss."""
         return self.function(x, y, y_pred)
 
 
@@ -56,7 +52,6 @@ class Steps(keras.Sequential):
         return [self.logged]
 
     def train_step(self, data):
-        """One update."""
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.function(x, y, self(x, training=True))
@@ -106,7 +101,6 @@ def summed(reduction):
 
 
 def squares(y, p):
-    """Squared errors."""
     return (y - p) ** 2
 
 
@@ -140,7 +134,6 @@ def shared_out(mask):
 
 
 def rows_of(x):
-    """The number of rows."""
     return ops.cast(ops.shape(x)[0], "float64")
 
 

@@ -21,7 +21,6 @@ class Steps(keras.Sequential):
     way = ""
 
     def train_step(self, data):
-        """One update."""
         x, y = data
         variables = self.trainable_variables
         with tf.GradientTape() as tape:

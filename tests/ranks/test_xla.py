@@ -104,7 +104,6 @@ class SeesPolicy(keras.Sequential):
     """Notes the dtype policy, and how Keras names a layer that its step makes."""
 
     def train_step(self, data):
-        """Keras's own."""
         name = keras.layers.Dense(1, name=None).name
         self.seen.add((keras.config.dtype_policy().name, name.split("_")[0]))
         self.names.append(name)
