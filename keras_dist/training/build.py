@@ -214,9 +214,14 @@ def _prepend(batches: list[Any], iterator: Any) -> Any:
     dataset = tf.data.Dataset.from_tensors(batches[0])
     for batch in batches[1:]:
         dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
+
+    @tf.autograph.experimental.do_not_convert  # which takes 0.2 s
+    def relax(*batch: Any) -> Any:
+        return _relax(batch, spec)
+
     # With the lengths that the data's own spec leaves open: else the step was traced
     # once more.
-    return iter(as_untuned(dataset.map(lambda *batch: _relax(batch, spec))))
+    return iter(as_untuned(dataset.map(relax)))
 
 
 def _relax(batch: tuple[Any, ...], spec: Any) -> Any:
