@@ -269,4 +269,4 @@ def local_size() -> int:
 def is_rank_child() -> bool:
     """Return True if a rank of this job has started or forked this process."""
     process, _, job = os.environ.get(_RANK_PROCESS, "").partition(" ")
-    return bool(process) and job == identity() and int(process) != os.getpid()
+    return bool(process) and int(process) != os.getpid() and job == identity()
