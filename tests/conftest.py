@@ -40,22 +40,32 @@ def pytest_xdist_make_scheduler(config, log):
     return Lanes(config, log)
 
 
+_RUN = ("examples/digits.py", "examples/files.py files", "examples/train_step.py")
+
+
 @pytest.fixture(scope="session")
 def on_one_process(tmp_path_factory):
     """What the README and examples print, by their names."""
     import pages  # noqa: PLC0415 - no rank needs it
 
-    names = [f"examples/{name}.py" for name in ("digits", "files", "train_step")]
-    return pages.run_all(["README.md", *names], tmp_path_factory.mktemp("one"), None)
+    return pages.run_all(["README.md", *_RUN], tmp_path_factory.mktemp("one"), None)
 
 
 @pytest.fixture(scope="session")
-def on_two_ranks(tmp_path_factory):
+def written(tmp_path_factory):
+    """A folder in which scripts of `on_two_ranks` write."""
+    return tmp_path_factory.mktemp("written")
+
+
+@pytest.fixture(scope="session")
+def on_two_ranks(tmp_path_factory, written):
     """What examples and pages print there, by their names."""
     import pages  # noqa: PLC0415 - no rank needs it
 
-    names = ("digits", "files", "train_step", "callbacks_only")
-    shown = [f"examples/{name}.py" for name in names]
+    shown = [*_RUN, "examples/callbacks_only.py", pages.write_digits(written)]
+    if pages.has_fashion_mnist():
+        options = f"--rows 256 --log-dir {written} --target-accuracy 0 --patience 2"
+        shown.append(f"examples/fashion_mnist.py {options}")
     shown += [
         pages.named(page) for page in pages.pages() if pages.blocks(page, "python")
     ]

@@ -136,16 +136,9 @@ def generated(x, y, size) -> Iterator[Any]:
 
 DATASETS = {
     "batched": lambda x, y, size: rows_of(x, y).batch(size),
-    "batched in threads": lambda x, y, size: rows_of(x, y).batch(
-        size, num_parallel_calls=2
-    ),
-    "full batches": lambda x, y, size: rows_of(x, y).batch(size, drop_remainder=True),
     "rows cached": lambda x, y, size: rows_of(x, y).cache().batch(size),
     "batches cached": lambda x, y, size: rows_of(x, y).batch(size).cache(),
     "read ahead": lambda x, y, size: rows_of(x, y).batch(size).prefetch(3),
-    "read ahead, cached": lambda x, y, size: (
-        rows_of(x, y).batch(size).prefetch(8).cache()
-    ),
     "cached, read ahead": lambda x, y, size: (
         rows_of(x, y).batch(size).cache().prefetch(8)
     ),
@@ -160,7 +153,6 @@ DATASETS = {
         .cache()
     ),
     "repeated": lambda x, y, size: rows_of(x, y).repeat(2).batch(size),
-    "batches repeated": lambda x, y, size: rows_of(x, y).batch(size).repeat(2),
     "skipped and taken": lambda x, y, size: (
         rows_of(x, y).skip(1).take(len(y) // 2 + 1).batch(size)
     ),
@@ -168,9 +160,7 @@ DATASETS = {
     "zipped batches": zipped_batches,
     "concatenated": concatenated,
     "windows of a time series": windows,
-    "windows, every second": lambda x, y, size: windows(x, y, size, sequence_stride=2),
     "windows, shuffled": lambda x, y, size: windows(x, y, size, shuffle=True, seed=2),
-    "windows, cached": lambda x, y, size: windows(x, y, size).cache(),
     "windows, cached, read ahead": lambda x, y, size: (
         windows(x, y, size).cache().prefetch(4)
     ),

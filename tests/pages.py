@@ -3,7 +3,7 @@
     python tests/pages.py FOLDER PAGE_OR_SCRIPT …
 
 All in one process, each in a namespace and a folder of its own, since to import
-TensorFlow takes seconds.
+TensorFlow takes seconds. A script may have arguments: "examples/files.py files".
 """
 
 import os
@@ -19,6 +19,13 @@ NOTEBOOK = DOCS / "notebook.md"  # executed when the site is built
 
 # Pages whose snippets are one script, which runs as it stands.
 ALONE = DOCS / "how_to" / "libraries"
+
+
+def has_fashion_mnist() -> bool:
+    """Return True if these pictures are on this machine: Debian's, or Keras's own."""
+    folders = Path("/usr/share"), Path.home() / ".keras"
+    name = "datasets/fashion-mnist/train-images-idx3-ubyte.gz"
+    return any((folder / name).exists() for folder in folders)
 
 
 def pages() -> list[Path]:
@@ -51,9 +58,9 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def _run(path: Path, folder: Path) -> None:
+def _run(path: Path, words: list[str], folder: Path) -> None:
     """Run a script, or all Python snippets of a page in their order, and no others."""
-    name = re.sub(r"\W", "_", named(path))
+    name = re.sub(r"\W", "_", str(path))
     module = types.ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module  # where classes and functions of the page are looked up
@@ -61,7 +68,7 @@ def _run(path: Path, folder: Path) -> None:
     here.mkdir(parents=True, exist_ok=True)  # one for all ranks
     os.chdir(here)
     if path.suffix == ".py":
-        sys.argv = [str(path), "files"]  # for one that writes some
+        sys.argv = [str(path), *words]
         parts = [(1, path.read_text())]
     else:  # "py" are those that `make setup` alone cannot run
         parts = blocks(path, "python") or blocks(path, "py")
@@ -71,12 +78,31 @@ def _run(path: Path, folder: Path) -> None:
         exec(compile(padded, str(path), "exec"), vars(module))
 
 
+def write_digits(folder: Path) -> str:
+    """`examples/digits_keras.py` with a call of `dist_fit`, for two epochs; its path.
+
+    It and `plain.py` beside it, which has none, save the weights in the folder.
+    """
+    source = (ROOT / "examples" / "digits_keras.py").read_text()
+    assert "keras_dist." not in source and "import keras_dist" not in source
+    ours = source.replace("import keras\n", "import keras\n\nimport keras_dist\n", 1)
+    ours = ours.replace("model.fit(x, y,", "keras_dist.dist_fit(model, x, y,")
+    ours = ours.replace("epochs=8", 'epochs=8, batch="global"')
+    for name, code in (("plain", source), ("ours", ours)):
+        assert "epochs=8" in code
+        save = f"\nmodel.save_weights({str(folder / name)!r} + '.weights.h5')\n"
+        code = code.replace("epochs=8", "epochs=2") + save
+        (folder / f"{name}.py").write_text(code)
+    return str(folder / "ours.py")
+
+
 def run_all(names: list[str], folder: Path, ranks: int | None) -> dict[str, list[str]]:
     """Run pages and scripts in one launch; return what each prints, line by line."""
     from launch import launch  # noqa: PLC0415 - no rank needs it
 
     command = [sys.executable, "tests/pages.py", str(folder), *names]
-    done = launch(command, ranks=ranks, timeout=600)
+    env = {"PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{ROOT}/examples"}
+    done = launch(command, ranks=ranks, timeout=600, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     parts = re.split(r"^== (.*)\n", done.stdout, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], map(str.splitlines, parts[1::2]), strict=True))
@@ -86,13 +112,14 @@ def main(folder: str, *names: str) -> int:
     """Run pages and scripts; stop at the first that raises."""
     import keras  # noqa: PLC0415 - only the ranks need it
 
-    for name in names:
+    for each in names:
+        name, *words = each.split()
         keras.config.set_dtype_policy("float32")  # a page may have chosen another one
         keras.utils.set_random_seed(0)
         if os.environ.get("HOROVOD_RANK", "0") == "0":
             print(f"== {name}", flush=True)
         try:
-            _run(ROOT / name, Path(folder))
+            _run(ROOT / name, words, Path(folder))
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 continue

@@ -3,7 +3,6 @@
 import csv
 import importlib
 import re
-import sys
 from pathlib import Path
 
 import h5py
@@ -11,16 +10,12 @@ import keras
 import numpy as np
 import pytest
 from launch import ROOT, launch
+from pages import has_fashion_mnist
 
 EXAMPLES = ROOT / "examples"
-FASHION_MNIST = (
-    Path("/usr/share/datasets/fashion-mnist"),
-    Path.home() / ".keras/datasets/fashion-mnist",
-)
-IMAGES = "train-images-idx3-ubyte.gz"
 
 needs_fashion_mnist = pytest.mark.skipif(
-    not any((folder / IMAGES).exists() for folder in FASHION_MNIST),
+    not has_fashion_mnist(),
     reason="Fashion-MNIST is not on this machine (Debian: dataset-fashion-mnist)",
 )
 
@@ -47,26 +42,13 @@ def test_digits_reaches_its_target_and_stops(printed):
     assert any("stopped after epoch" in line for line in lines)
 
 
-def test_digits_without_a_line_of_ours(tmp_path):
+def test_digits_without_a_line_of_ours(on_two_ranks, written):
     """`--distribute` trains the script of plain Keras to the bits of `dist_fit`."""
-    source = (EXAMPLES / "digits_keras.py").read_text()
-    assert "keras_dist." not in source and "import keras_dist" not in source
-    ours = source.replace("import keras\n", "import keras\n\nimport keras_dist\n", 1)
-    ours = ours.replace(
-        "model.fit(", 'keras_dist.dist_fit(model, batch="global", x=', 1
-    )
-    ours = ours.replace("x=x, y,", "x=x, y=y,")
-    assert "epochs=8" in source
-    for name, code, *option in (("plain", source, "--distribute"), ("ours", ours)):
-        save = f"\nmodel.save_weights({str(tmp_path / name)!r} + '.weights.h5')\n"
-        (tmp_path / f"{name}.py").write_text(
-            code.replace("epochs=8", "epochs=2") + save
-        )
-        command = [sys.executable, "-m", "keras_dist", "run", "-np", "2", *option]
-        done = launch([*command, str(tmp_path / f"{name}.py")], ranks=None, timeout=180)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "32 global: 2 × 16 rows" in done.stdout
-    models = [h5py.File(tmp_path / f"{name}.weights.h5") for name in ("plain", "ours")]
+    done = launch(["--distribute", str(written / "plain.py")], ranks=2, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for printed in (done.stdout, "\n".join(on_two_ranks[str(written / "ours.py")])):
+        assert "32 global: 2 × 16 rows" in printed
+    models = [h5py.File(written / f"{name}.weights.h5") for name in ("plain", "ours")]
     names = []
     models[0].visit(names.append)
     arrays = [name for name in names if isinstance(models[0][name], h5py.Dataset)]
@@ -96,23 +78,17 @@ def test_two_ranks_print_the_result_of_one_process(name, on_one_process, on_two_
 
 
 @needs_fashion_mnist
-def test_fashion_mnist_stops_itself_and_logs_once(tmp_path):
+def test_fashion_mnist_stops_itself_and_logs_once(on_two_ranks, written):
     """Two epochs in a row at the target end it; one rank writes the logs."""
-    rows = 256
-    options = ["--rows", str(rows), "--log-dir", str(tmp_path)]
-    options += ["--target-accuracy", "0", "--patience", "2"]
-    command = [sys.executable, "examples/fashion_mnist.py", *options]
-    done = launch(command, ranks=2, timeout=180)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    lines = done.stdout.splitlines()
-    assert any(f"{rows} → {rows // 2} per rank" in line for line in lines)
+    lines = on_two_ranks["examples/fashion_mnist.py"]
+    assert any("256 → 128 per rank" in line for line in lines)
     assert last_number(r"^Epoch (\d+)/", lines) == 2
     assert last_number(r"^stopped after epoch (\d+)", lines) == 2
-    with open(tmp_path / "epochs.csv") as file:
+    with open(written / "epochs.csv") as file:
         epochs = list(csv.DictReader(file))
     assert [epoch["epoch"] for epoch in epochs] == ["0", "1"]
     assert all(float(epoch["rows_per_second"]) > 0 for epoch in epochs)
-    assert len(list((tmp_path / "train").glob("events.*"))) == 1
+    assert len(list((written / "train").glob("events.*"))) == 1
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@
 import copy
 import io
 import json
-import os
 import pickle
 import random
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -34,21 +32,69 @@ import keras_dist
 """
 
 
-def run_each(*programs):
-    """Run codes, each with its variables, in new interpreters; two at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda program: run(program[0], **program[1]), programs))
+_REFUSED = """
+import keras
+plain = keras.backend.backend
+keras.backend.backend = lambda: "jax"
+try:
+    import keras_dist
+except ImportError as error:
+    print(error)
+keras.backend.backend = plain
+keras.__version__ = "3.9.2"
+import keras_dist
+"""
+
+_REPORTS = """
+import tensorflow as tf
+import keras_dist
+print(tf.config.threading.get_intra_op_parallelism_threads())
+"""
+
+_SETS = "import tensorflow as tf\ntf.config.threading."
+_SETS += f"set_intra_op_parallelism_threads(7)\n{_REPORTS}"
+
+_LAUNCHED = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+}
+
+# What is run in a new process, and with which variables.
+_PROGRAMS = {
+    "without Horovod": (_WITHOUT_HOROVOD, {"PMI_RANK": "1", "PMI_SIZE": "2"}),
+    "refused": (_REFUSED, {}),
+    "sets threads": (_SETS, _LAUNCHED),
+    "has OpenMP's": (_REPORTS, _LAUNCHED | {"OMP_NUM_THREADS": "3"}),
+    "too late": (_TOO_LATE, _LAUNCHED),
+}
+
+# Importing TensorFlow takes seconds: one process does it, and forks.
+_FORKS = """
+import json, os, sys
+import keras, tensorflow
+for code, environ, path in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if pid == 0:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.environ.update(environ)
+        exec(code, {})
+        sys.exit()
+    os.waitpid(pid, 0)
+"""
 
 
-def run(code, **environ):
-    """Run code in a new interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What each program has printed before it ended, with its errors."""
+    folder = tmp_path_factory.mktemp("programs")
+    jobs = [(*each, str(folder / name)) for name, each in _PROGRAMS.items()]
+    command = [sys.executable, "-c", _FORKS, json.dumps(jobs)]
+    subprocess.run(command, check=True, timeout=120)
+    return {name: (folder / name).read_text() for name in _PROGRAMS}
 
 
 @pytest.fixture
@@ -181,58 +227,26 @@ def test_on_one_process_shard_changes_nothing():
         keras_dist.shard(4)([1, 2])
 
 
-def test_a_launcher_without_horovod_is_an_error_that_names_the_command():
+def test_a_launcher_without_horovod_is_an_error_that_names_the_command(printed):
     """Each process would otherwise train a model of its own."""
-    done = run(_WITHOUT_HOROVOD, PMI_RANK="1", PMI_SIZE="2")
-    assert done.returncode != 0
-    assert "keras-dist install-horovod" in done.stderr
-    assert "no Horovod here" in done.stderr
+    assert "keras-dist install-horovod" in printed["without Horovod"]
+    assert "no Horovod here" in printed["without Horovod"]
 
 
-def test_threads_are_divided_early_and_never_against_the_users_settings():
+def test_threads_are_divided_early_and_never_against_the_users_settings(printed):
     """Too late is a warning; a number of threads that the user has set remains."""
-    launched = {
-        "HOROVOD_RANK": "1",
-        "HOROVOD_SIZE": "2",
-        "HOROVOD_LOCAL_RANK": "1",
-        "HOROVOD_LOCAL_SIZE": "2",
-    }
-    report = (
-        "import tensorflow as tf, keras_dist\n"
-        "print(tf.config.threading.get_intra_op_parallelism_threads())"
-    )
-    own = "import tensorflow as tf\ntf.config.threading."
-    own += "set_intra_op_parallelism_threads(7)\n"
-    *done, late = run_each(
-        (own + report, launched),
-        (report, {**launched, "OMP_NUM_THREADS": "3"}),
-        (_TOO_LATE, launched),
-    )
-    assert [one.stdout.strip() for one in done] == ["7", "0"]
+    assert printed["sets threads"].split() == ["7"]
+    assert printed["has OpenMP's"].split() == ["0"]
     assert tf.config.threading.get_intra_op_parallelism_threads() == 0  # no launcher
-    assert late.returncode == 0
-    assert "before the first model or tensor" in late.stderr
+    assert "before the first model or tensor" in printed["too late"]
+    assert "Traceback" not in printed["too late"]
 
 
-_REFUSED = """
-import keras
-plain = keras.backend.backend
-keras.backend.backend = lambda: "jax"
-try:
-    import keras_dist
-except ImportError as error:
-    print(error)
-keras.backend.backend = plain
-keras.__version__ = "3.9.2"
-import keras_dist
-"""
-
-
-def test_another_backend_and_an_old_keras_are_refused():
+def test_another_backend_and_an_old_keras_are_refused(printed):
     """At the import, and not in the first step."""
-    done = run(_REFUSED)
-    assert "needs Keras's TensorFlow backend. Received: the jax" in done.stdout
-    assert "needs Keras 3.10 or newer. Received: Keras 3.9.2. Run: pip" in done.stderr
+    text = printed["refused"]
+    assert "needs Keras's TensorFlow backend. Received: the jax" in text
+    assert "needs Keras 3.10 or newer. Received: Keras 3.9.2. Run: pip" in text
 
 
 def test_the_world_is_frozen_and_always_the_same():

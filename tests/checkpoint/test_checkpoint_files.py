@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -232,19 +231,6 @@ def test_a_file_system_without_locks_is_a_warning(folder, monkeypatch):
     monkeypatch.setattr("fcntl.lockf", refuse)
     with pytest.warns(UserWarning, match="has no locks"), folder.lock():
         folder.write({"count": 3, "array": np.full(1000, 3)})
-
-
-def test_a_full_disk_leaves_the_checkpoints_before(folder):
-    """No file may grow: an error, no rest of a file, and both are still there."""
-    before = sorted(os.listdir(folder.path))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            folder.write({"count": 3, "array": np.full(1000, 3)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert sorted(os.listdir(folder.path)) == before and counted(folder) == (2, 0)
 
 
 def test_values_come_back_as_they_were(tmp_path):

@@ -101,26 +101,6 @@ def test_callbacks_restore_attributes_that_have_changed(written):
     assert again[1].secret == {7} and again[2].wait == 0
 
 
-def test_early_stopping_still_minimizes_after_a_resume(written):
-    """Keras decides on minimum or maximum at the end of the first epoch."""
-
-    def end_epoch(stops, epoch, loss):
-        stops.set_model(model)
-        stops.on_epoch_end(epoch, {"val_loss": loss})
-        return stops.wait
-
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    first, second = (keras.callbacks.EarlyStopping(min_delta=0.1) for _ in range(2))
-    states = CallbackStates([first])
-    first.on_train_begin()
-    states.begin({})
-    assert [end_epoch(first, n, loss) for n, loss in enumerate((1, 0.95))] == [0, 1]
-    second.on_train_begin()
-    CallbackStates([second]).begin(written(states.collect()))
-    assert end_epoch(second, 2, 0.94) == 2
-
-
 class Clocks(keras.callbacks.Callback):
     """Reads clocks, and counts."""
 

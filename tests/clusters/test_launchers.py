@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import PYTHONPATH, free_port, launch
+from needs import needs
+
+pytestmark = needs("clusters", "ray", "torch")
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from needs import needs
+
+pytestmark = needs("clusters", "kubernetes_validate")
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "kubernetes"

@@ -1,4 +1,4 @@
-"""Ranks of one host that read each other's memory to sum over Gloo, or may not."""
+"""Sums over Gloo by reading each other's memory, or not; process sets; the end."""
 
 import os
 import sys
@@ -8,12 +8,15 @@ from launch import launch
 
 # Sums around the smallest size that is summed so, of all ranks and of some.
 SCRIPT = """
+import sys
+import keras
 import numpy as np
 import tensorflow as tf
 import keras_dist.horovod as hvd
-of_two = hvd.ProcessSet([0, hvd_last]) if (hvd_last := {ranks} - 1) > 1 else None
-hvd.init(process_sets=[of_two] if of_two else [])
-everyone = [(None, range(hvd.size()))] + ([(of_two, of_two.ranks)] if of_two else [])
+both, one = hvd.ProcessSet([0, 2]), hvd.ProcessSet([1])
+has_sets = {ranks} == 3
+hvd.init(process_sets=[both, one] if has_sets else [])
+everyone = [(None, range(hvd.size()))] + ([(both, both.ranks)] if has_sets else [])
 for dtype in ("float32", "float64", "int64", "float16"):
     smallest = 2**20 // np.dtype(dtype).itemsize
     for length in (smallest - 1, smallest, smallest + 1, 5 * smallest + 7):
@@ -30,6 +33,40 @@ for dtype in ("float32", "float64", "int64", "float16"):
         largest = hvd.allreduce(own, op=hvd.Max)
         assert (largest.numpy() == values * hvd.size()).all()
 print("all sums are right", flush=True)
+"""
+
+# On three ranks, after the sums.
+SETS = """
+rank = hvd.rank()
+own = one if rank == 1 else both
+assert own.included() and own.size() == len(own.ranks) and hvd.size() == 3
+assert own.rank() == own.ranks.index(rank)
+mean = hvd.allreduce(float(rank), process_set=own)
+assert float(mean) == sum(own.ranks) / len(own.ranks)
+assert int(hvd.broadcast(rank, own.ranks[-1], process_set=own)) == own.ranks[-1]
+assert hvd.broadcast_object({"r": rank}, own.ranks[0], process_set=own) == {
+    "r": own.ranks[0]
+}
+assert hvd.allgather_object(rank, process_set=own) == own.ranks
+variables = [keras.Variable(float(rank)), tf.Variable(rank)]
+hvd.broadcast_variables(variables, own.ranks[-1], process_set=own)
+assert [float(variable) for variable in variables] == [own.ranks[-1]] * 2
+added = hvd.add_process_set([0, 1])
+assert added.process_set_id and added.included() == (rank < 2)
+if added.included():
+    assert hvd.allgather([rank], process_set=added).numpy().tolist() == [0, 1]
+assert hvd.remove_process_set(added) and added.size() is None
+hvd.start_timeline(sys.argv[1], mark_cycles=True)
+assert float(hvd.allreduce(1.0, op=hvd.Sum)) == 3
+hvd.stop_timeline()
+assert hvd.is_initialized()
+hvd.shutdown()
+assert not hvd.is_initialized()
+try:
+    hvd.init()
+    raise AssertionError("init is no error")
+except RuntimeError as error:
+    assert "was shut down" in str(error)
 """
 
 # The second rank runs where the kernel refuses one call, as in some containers.
@@ -49,10 +86,10 @@ os.execv(sys.argv[1], sys.argv[1:])
 READS = "keras_dist: ranks read each other's memory"
 
 
-def summed(ranks, *before, **variables):
+def summed(ranks, *before, more="", words=(), **variables):
     """Run the script on so many ranks over Gloo; how often ranks agreed to read."""
     start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
-    script = [sys.executable, "-c", SCRIPT.format(ranks=ranks)]
+    script = [sys.executable, "-c", SCRIPT.format(ranks=ranks) + more, *words]
     done = launch(
         [*start, *before, *script],
         ranks=None,
@@ -64,18 +101,18 @@ def summed(ranks, *before, **variables):
     return (done.stdout + done.stderr).count(READS)
 
 
-def test_ranks_of_one_host_read_each_others_memory():
-    """All ranks, and those of a process set, find out for themselves."""
-    assert summed(3) == 3 + 2
+def test_ranks_of_one_host_read_each_others_memory(tmp_path):
+    """All ranks, and those of a process set, find out for themselves.
+
+    Sets may be registered by `init` or added; a second `init` is an error.
+    """
+    timeline = tmp_path / "timeline.json"
+    given = {"more": SETS, "words": [str(timeline)], "HOROVOD_TIMELINE": "DYNAMIC"}
+    assert summed(3, **given) == 3 + 2
+    assert "ALLREDUCE" in timeline.read_text()
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of its kernel")
 def test_no_rank_reads_memory_if_one_of_them_may_not():
     """All ranks agree, and sum through sockets."""
     assert summed(2, sys.executable, "-c", FORBIDDEN) == 0
-
-
-@pytest.mark.long
-def test_the_user_may_forbid_it():
-    """By a variable."""
-    assert summed(2, KERAS_DIST_READ_MEMORY="0") == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data.arrays import Arrays, is_arrays, read_rows
+from keras_dist.data.arrays import Arrays, read_rows
 from keras_dist.data.division import Division, ShardSpec, local_items
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
@@ -102,23 +102,6 @@ def test_an_epoch_begins_where_the_epoch_before_it_ended():
         assert epochs(steps, 3) == whole[: 3 * steps]
 
 
-def test_arrays_are_distinguished_from_batches():
-    """Arrays, tensors and structures of them, and nothing else."""
-    x = np.zeros((3, 2))
-    for data in (x, tf.constant(x), {"a": x, "b": [x, x]}, (x, None, x)):
-        assert is_arrays(data)
-    dataset = tf.data.Dataset.from_tensors(x)
-    for data in (
-        None,
-        dataset,
-        iter([x]),
-        "text",
-        [1.0, 2.0],
-        tf.ragged.constant([[1]]),
-    ):
-        assert not is_arrays(data)
-
-
 def test_arrays_of_different_lengths_are_refused():
     """The error names their shapes."""
     with pytest.raises(ValueError, match=r"\(3, 2\), \(4,\)"):
@@ -193,20 +176,6 @@ def test_another_number_of_ranks_reads_each_row_that_is_left_once():
             read = sum((part for _, part in following), [])
             assert {number for number, _ in following} == {2}
             assert read == list(range(NUM_ROWS))
-
-
-def test_the_rows_of_each_step_are_known_beforehand():
-    """The rows of all ranks at each step, counted from the beginning of epoch 0."""
-    for before, after in itertools.product(SIZES[:3], repeat=2):
-        whole = divide(None, **sized(*before))
-        for done in (0, 1, whole.steps - 1):
-            rest = resumed(whole, done, after)
-            for epoch in (rest.epoch, rest.epoch + 1):
-                positions = positions_of(rest, epoch)
-                steps = rest.find_first_step(epoch) + np.arange(len(positions))
-                _, begins, ends = rest.span(tf.constant(steps, tf.int64))
-                counts = (ends - begins).numpy().tolist()
-                assert counts == [len(part) for _, part in positions]
 
 
 def test_resuming_within_an_epoch_of_other_data_is_an_error():

@@ -76,7 +76,6 @@ ENDS = {
 }
 CASES = [(name, "cached in memory") for name in PIPELINES]
 CASES += [("windows of a time series", end) for end in ENDS if "memory" not in end]
-CASES += [(name, "cached, then read ahead") for name in PIPELINES]
 
 
 def count(dataset):

@@ -5,7 +5,6 @@ name of its recording.
 """
 
 import numpy as np
-import tensorflow as tf
 from results import record, rows, start
 from tensorflow.keras import Sequential, callbacks, layers, losses, optimizers
 
@@ -97,14 +96,6 @@ def clipnorm():
     x, y = rows()
     optimizer = optimizers.SGD(learning_rate=0.1 * hvd.size(), clipnorm=0.1)
     return weights_of(hvd.DistributedOptimizer(optimizer), data=(x, 10 * y))
-
-
-@fit_script
-def decay():
-    """An `InverseTimeDecay`, Keras 2's `decay=`: a rate that falls with each step."""
-    rate = optimizers.schedules.InverseTimeDecay(0.1 * hvd.size(), 1, 0.1)
-    optimizer = hvd.DistributedOptimizer(optimizers.SGD(rate, momentum=0.9))
-    return weights_of(optimizer, epochs=3, callbacks=[broadcast()])
 
 
 def _of_words(optimizer):
@@ -223,49 +214,6 @@ def allreduce_callback():
 
 
 @fit_script
-def fit_generator():
-    """`fit` and `evaluate` of a generator, with shared steps."""
-    x, y = rows(64)
-
-    def batches(size):
-        while True:
-            for first in range(hvd.rank() * size, len(x), size * hvd.size()):
-                yield x[first : first + size], y[first : first + size]
-
-    model = ready(hvd.DistributedOptimizer(optimizers.SGD(0.1)))
-    average = hvd.callbacks.MetricAverageCallback()
-    given = {"steps_per_epoch": 8 // hvd.size(), "callbacks": [broadcast(), average]}
-    history = model.fit(batches(8), epochs=2, verbose=0, **given)
-    score = hvd.allreduce(model.evaluate(batches(8), steps=4, verbose=0))
-    return {"weights": model.get_weights(), "logs": history.history, "score": score}
-
-
-@fit_script
-def gradient_tape():
-    """A loop of one's own: a tape that averages, a broadcast after the first step."""
-    x, y = rows()
-    optimizer, found = optimizers.Adam(0.001 * hvd.size()), []
-    model = ready(optimizer)
-
-    @tf.function
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(y - model(x, training=True)))
-        variables = model.trainable_variables
-        grads = hvd.DistributedGradientTape(tape).gradient(loss, variables)
-        optimizer.apply_gradients(zip(grads, variables, strict=True))
-        return loss
-
-    for first in range(hvd.rank(), 32, 8):
-        batch = slice(first, first + 8 - hvd.rank(), hvd.size())
-        found.append(float(step(x[batch], y[batch])))
-        if first < 8:
-            hvd.broadcast_variables(model.variables, root_rank=0)
-            hvd.broadcast_variables(optimizer.variables, root_rank=0)
-    return {"weights": model.get_weights(), "losses": found}
-
-
-@fit_script
 def load_model():
     """The optimizer of a whole model from a file averages, and goes on."""
     x, y = rows()
@@ -286,21 +234,6 @@ def load_model():
     rate = float(loaded.optimizer.learning_rate)
     train(loaded)
     return {"weights": loaded.get_weights(), "rate": rate}
-
-
-@fit_script
-def one_rank_evaluates():
-    """The first rank alone has callbacks, evaluates and saves."""
-    is_first = hvd.rank() == 0
-    checkpoint = callbacks.ModelCheckpoint("best.weights.h5", save_weights_only=True)
-    given = [checkpoint, callbacks.CSVLogger("log.csv")] if is_first else []
-    rmsprop = optimizers.RMSprop(learning_rate=0.01 * hvd.size())
-    model, _ = fit(hvd.DistributedOptimizer(rmsprop), callbacks=given)
-    score = None
-    if is_first:
-        model.save_weights("last.weights.h5")
-        score = model.evaluate(*rows(), verbose=0)
-    return {"weights": model.get_weights(), "score": score}
 
 
 @fit_script
@@ -348,24 +281,6 @@ def ragged():
         callbacks=[broadcast(), hvd.callbacks.MetricAverageCallback()],
     )
     return {"weights": model.get_weights(), "logs": logs}
-
-
-@fit_script
-def set_value():
-    """A callback reads and sets the rate of the optimizer."""
-    rates = []
-
-    class Halve(callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            rates.append(float(self.model.optimizer.learning_rate))
-            self.model.optimizer.learning_rate = rates[-1] / 2
-
-    sgd = optimizers.SGD(0.1 * hvd.size(), momentum=0.9, nesterov=True)
-    optimizer = hvd.DistributedOptimizer(sgd)
-    optimizer.learning_rate = 0.05 * hvd.size()
-    model, _ = fit(optimizer, epochs=3, callbacks=[Halve()])
-    last = float(model.optimizer.learning_rate)
-    return {"weights": model.get_weights(), "rates": rates, "last": last}
 
 
 @fit_script

@@ -4,6 +4,9 @@ import sys
 
 import pytest
 from launch import launch
+from needs import LIBRARIES, needs
+
+pytestmark = needs("libraries", *LIBRARIES)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

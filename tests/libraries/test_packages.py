@@ -11,6 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import launch, prefix
+from needs import needs
+
+pytestmark = needs(
+    *("libraries", "adapt", "bayesflow", "hgq", "imblearn", "kgcnn"),
+    *("scikeras", "tsgm", "tslearn", "umap"),
+)
 
 _SCRIPTS = sorted(Path(__file__).with_name("packages").glob("*.py"))
 

@@ -4,7 +4,10 @@ import os
 import sys
 
 from launch import ROOT, launch
+from needs import LIBRARIES, needs
 from pages import ALONE, blocks, named
+
+pytestmark = needs("libraries", *LIBRARIES)
 
 
 def test_the_script_of_each_page_runs_on_two_ranks(tmp_path):

@@ -99,6 +99,71 @@ def train_on_one_process(train):
     return distribute_jobs([job])[0]
 
 
+def assert_equals_one_process(
+    make,
+    data,
+    batch_size=8,
+    *,
+    batch="rank",
+    plain_data=None,
+    tolerance=1e-5,
+    logs=True,
+    options=(),
+    **arguments,
+):
+    """Train on all ranks, and by plain Keras on the first alone: the same comes out.
+
+    Args:
+        make: Makes a compiled model, the same one at each call.
+        data: Arrays; or a function that makes data in batches of so many rows, or a
+            dict of that and of other arguments.
+        batch_size: Rows of a batch of `dist_fit`.
+        batch: As of `dist_fit`. With "rank" plain Keras has the batches of all ranks.
+        plain_data: What plain Keras is given, if that is something else.
+        tolerance: Of weights, the optimizer's state, and logs.
+        logs: Names of the logs to compare; `True` for all.
+        options: Of `dist_fit` alone.
+        **arguments: Of both.
+
+    Returns:
+        The model of all ranks, its logs, and the `OneProcess`.
+    """
+    arguments = {"shuffle": False, "verbose": 0} | arguments
+
+    def train(fit, data, rows, **more):
+        model, given = make(), data
+        if not callable(data):
+            more["batch_size"] = rows
+        elif isinstance(made := data(rows), dict):
+            given, more = (), more | made
+        else:
+            given = (made,)
+        return model, fit(model, *given, **arguments, **more)
+
+    def fit_plainly(model, *data, **arguments):
+        return model.fit(*data, **arguments)  # also a `fit` of the model's own
+
+    plain = data if plain_data is None else plain_data
+    total = batch_size * (keras_dist.size() if batch == "rank" else 1)
+    oracle = train_on_one_process(lambda: train(fit_plainly, plain, total))
+    options = {"batch": batch, "lr_scaling": "none"} | dict(options)
+    model, history = train(keras_dist.dist_fit, data, batch_size, **options)
+    assert largest_difference(model, oracle) <= tolerance
+    assert_equal_to_the_bit(model)
+    found = history.history
+    for name in oracle.history if logs is True else logs:
+        values = (keras.tree.flatten(each[name]) for each in (found, oracle.history))
+        arrays = (np.concatenate([np.ravel(part) for part in each]) for each in values)
+        np.testing.assert_allclose(*arrays, tolerance, tolerance, err_msg=name)
+    return model, found, oracle
+
+
+def assert_close(arrays, expected, tolerance=1e-5):
+    """Lists of arrays are equal, but for rounding."""
+    for own, other in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=tolerance, atol=tolerance / 10)
+
+
 def state_of(model):
     """All weights and the optimizer's state, as arrays."""
     if isinstance(model, OneProcess):

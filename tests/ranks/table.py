@@ -10,17 +10,14 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
-from cases import CASES, Case
+from cases import CASES
 from claims import assert_equal_to_the_bit, distribute_jobs
 from keras_ways import WAYS
-from keras_ways.way import Way, difference, digest, train_plainly
+from keras_ways.way import difference, digest, train_plainly
 
 import keras_dist
 
@@ -28,31 +25,8 @@ import keras_dist
 CHUNK = 12
 
 
-@dataclass(frozen=True)
-class Row:
-    """One training, on one process and on all ranks.
-
-    Args:
-        part: The topic.
-        name: In words.
-        tolerance: The usual one.
-        train: Trains on one process.
-        compare: Trains on all ranks; returns the difference, and the tolerance.
-        is_global: Whether the ranks share the batches, by `batch="global"`.
-        is_way: Whether it is one of `keras_ways`.
-    """
-
-    part: str
-    name: str
-    tolerance: float
-    train: Callable[[], Any]
-    compare: Callable[[Any], tuple[float, float]]
-    is_global: bool
-    is_way: bool = False
-
-
-def make_row(case: Case) -> Row:
-    """Return the row of a case."""
+def make_case_row(case):
+    """Return what is known of a case, its oracle, and what compares with it."""
     size = keras_dist.size()
 
     def compare(expected):
@@ -60,12 +34,13 @@ def make_row(case: Case) -> Row:
         assert_equal_to_the_bit(model)
         return found, tolerance
 
-    given = case.part, case.name, case.tolerance
-    return Row(*given, lambda: case.state_of_one_process(size), compare, case.is_global)
+    row = {"part": case.part, "name": case.name, "tolerance": case.tolerance}
+    row |= {"is_global": case.is_global, "is_way": False}
+    return row, functools.partial(case.state_of_one_process, size), compare
 
 
-def make_row_of_way(way: Way, is_global: bool, folder: Path) -> Row:
-    """Return the row of a way, in float64, in which rounding hides nothing."""
+def make_way_row(way, is_global, folder):
+    """The same of a way, in float64, in which rounding hides nothing."""
     size, own = keras_dist.size(), folder / f"{WAYS.index(way)} {is_global}"
     tolerance = way.tolerance("float64")
 
@@ -75,32 +50,27 @@ def make_row_of_way(way: Way, is_global: bool, folder: Path) -> Row:
         assert len(set(keras_dist.gather(digest(ours)))) == 1
         return difference(ours, expected)[0], tolerance
 
-    return Row(
-        *(way.part, way.name, tolerance),
-        functools.partial(train_plainly, way, "float64", is_global, size, own),
-        compare,
-        is_global,
-        is_way=True,
-    )
+    row = {"part": way.part, "name": way.name, "tolerance": tolerance}
+    row |= {"is_global": is_global, "is_way": True}
+    return row, lambda: train_plainly(way, "float64", is_global, size, own), compare
 
 
-def measure(rows: list[Row]) -> list[dict[str, Any]]:
+def measure(rows):
     """For each row its difference and tolerance, or the error."""
     found = []
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
-        oracles = distribute_jobs([row.train for row in chunk])
-        for row, expected in zip(chunk, oracles, strict=True):
-            names = ("part", "name", "tolerance", "is_global", "is_way")
-            given = {name: getattr(row, name) for name in names}
+        oracles = distribute_jobs([train for _, train, _ in chunk])
+        for (row, _, compare), expected in zip(chunk, oracles, strict=True):
+            usual = row["tolerance"]
             try:
-                given["difference"], given["tolerance"] = row.compare(expected)
+                row["difference"], row["tolerance"] = compare(expected)
             except Exception:  # reported in the row; the next one is measured
-                given["error"] = traceback.format_exc()
-            given["is_measured"] = given["tolerance"] != row.tolerance
-            found.append(given)
+                row["error"] = traceback.format_exc()
+            row["is_measured"] = row["tolerance"] != usual
+            found.append(row)
             if keras_dist.rank() == 0:
-                print(json.dumps(given), flush=True)
+                print(json.dumps(row), flush=True)
     return found
 
 
@@ -108,13 +78,13 @@ def main(path, pattern=""):
     """Writes the versions and the rows."""
     warnings.filterwarnings("error", "Training without XLA")
     shared = [case.shared for case in CASES if "op" not in case.averaging]
-    rows = [make_row(case) for case in (*CASES, *shared)]
+    rows = [make_case_row(case) for case in (*CASES, *shared)]
     with tempfile.TemporaryDirectory() as own:
         folder = Path(keras_dist.broadcast(own))
-        kinds = [(way, is_global) for is_global in (False, True) for way in WAYS]
-        rows += [make_row_of_way(*kind, folder) for kind in kinds]
-        chosen = [row for row in rows if re.search(pattern, f"{row.part}: {row.name}")]
-        found = measure(chosen)
+        for is_global in (False, True):
+            rows += [make_way_row(way, is_global, folder) for way in WAYS]
+        rows = [r for r in rows if re.search(pattern, "{part}: {name}".format(**r[0]))]
+        found = measure(rows)
         keras_dist.gather("read")  # before the folder is removed
     if keras_dist.rank() == 0:
         versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__}

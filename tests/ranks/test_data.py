@@ -1,5 +1,6 @@
 """Every kind of data trains, and the plan says how it is sharded."""
 
+import itertools
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import keras
 import pytest
 import tensorflow as tf
 from claims import assert_equal_to_the_bit, largest_difference
+from data_kinds import Sequence
 
 import keras_dist
 
@@ -75,20 +77,8 @@ def test_data_already_split_trains_alike(world, rows, make_model, fit_plainly):
     own = x[rank::size], y[rank::size]
     steps = 96 // (8 * size)
 
-    class Sequence(keras.utils.PyDataset):
-        def __len__(self):
-            return steps
-
-        def __getitem__(self, index):
-            part = slice(index * 8, (index + 1) * 8)
-            return own[0][part], own[1][part]
-
-    def generate():
-        while True:
-            for index in range(steps):
-                part = slice(index * 8, (index + 1) * 8)
-                yield own[0][part], own[1][part]
-
+    batches = Sequence(*own, [8])
+    endless = (batches[index % steps] for index in itertools.count())
     dataset = tf.data.Dataset.from_tensor_slices(own).batch(8)
     arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     sgd = keras.optimizers.SGD(0.1 * size)
@@ -97,8 +87,8 @@ def test_data_already_split_trains_alike(world, rows, make_model, fit_plainly):
         "arrays": {"x": own[0], "y": own[1], "batch_size": 8, "shard": "none"},
         "dataset": {"x": dataset},
         "endless": {"x": dataset.repeat(), "steps_per_epoch": steps * size},
-        "sequence": {"x": Sequence()},
-        "generator": {"x": generate(), "steps_per_epoch": steps * size},
+        "sequence": {"x": batches},
+        "generator": {"x": endless, "steps_per_epoch": steps * size},
     }
     for kind, data in kinds.items():
         model = make_model(keras.optimizers.SGD(0.1))

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import assert_equals_one_process
 
 import keras_dist
 
@@ -184,22 +185,17 @@ class InOrder(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("steps", [None, 3, 4])
-def test_batches_of_a_sequence_come_in_the_order_of_keras(world, steps):
+def test_batches_of_a_sequence_come_in_the_order_of_keras(steps):
     """With `shuffle=True`, the default of `fit`, a seed, and passes over epochs."""
-    fits = (
-        keras.Model.fit,
-        lambda model, *args, **kwargs: keras_dist.dist_fit(
-            model, *args, batch="global", **kwargs
-        ),
-    )
-    weights = []
-    for fit in fits:
+
+    def make():
         keras.utils.set_random_seed(5)
         model = counting_model()
         model.compile(keras.optimizers.Adam(0.1), "mse")
-        fit(model, InOrder(), shuffle=True, epochs=3, verbose=0, steps_per_epoch=steps)
-        weights.append(model.get_weights()[0])
-    np.testing.assert_allclose(*weights, rtol=2e-5)
+        return model
+
+    how = {"shuffle": True, "epochs": 3, "steps_per_epoch": steps, "tolerance": 2e-5}
+    assert_equals_one_process(make, lambda _: InOrder(), batch="global", **how)
 
 
 class Draws(keras.callbacks.Callback):

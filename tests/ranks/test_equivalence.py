@@ -7,7 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, largest_difference, read_by_keras
+from claims import (
+    assert_equal_to_the_bit,
+    largest_difference,
+    read_by_keras,
+    train_on_one_process,
+)
 
 import keras_dist
 
@@ -27,17 +32,22 @@ def test_training_equals_one_process(world, rows, make_model, is_jitted):
     # XLA takes seconds to compile an AUC, on every rank and for each size of a batch.
     compiled["metrics"] = ["accuracy", "mae" if is_jitted else "auc"]
     sgd = functools.partial(keras.optimizers.SGD, momentum=0.9, nesterov=True)
-    oracle = make_model(sgd(0.1 * world.size), **compiled)
-    expected = oracle.fit(x, y, batch_size=8 * world.size, **arguments)
+
+    def train():
+        oracle = make_model(sgd(0.1 * world.size), **compiled)
+        history = oracle.fit(x, y, batch_size=8 * world.size, **arguments)
+        oracle.optimizer.learning_rate = 0.1
+        return oracle, history
+
+    oracle = train_on_one_process(train)
     # Other initial weights on the other ranks: only the first rank's may count.
     model = make_model(sgd(0.1), seed=3 + world.rank, **compiled)
     history = keras_dist.dist_fit(model, x, y, batch_size=8, **arguments)
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
-    oracle.optimizer.learning_rate = 0.1
     assert largest_difference(model, oracle) < 1e-5
     assert_equal_to_the_bit(model)
-    assert history.history.keys() == {*expected.history, "rows_per_second"}
-    for metric, values in expected.history.items():
+    assert history.history.keys() == {*oracle.history, "rows_per_second"}
+    for metric, values in oracle.history.items():
         assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
     assert len(set(map(str, keras_dist.gather(history.history)))) == 1
 

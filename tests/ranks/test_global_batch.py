@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import distribute_jobs, raises_everywhere, shortened, state_of
+from claims import assert_equals_one_process, raises_everywhere, shortened
 from data_kinds import Sequence
 
 import keras_dist
@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 KINDS = ["arrays", "dataset", "shuffled", "endless", "sequence", "generator", "unknown"]
+STEPS = {"endless": {"steps_per_epoch": 4}, "generator": {"steps_per_epoch": 5}}
 
 
 def rows_of(count, seed):
@@ -26,26 +27,34 @@ def rows_of(count, seed):
     return x, y
 
 
-def data_of(kind, count, batch_size, seed=0):
-    """Data of a kind, as arguments of `fit`; its last batch has one row."""
+def data_of(kind, count, seed=0):
+    """Data of a kind: arrays, or a function that makes batches of so many rows."""
     x, y = rows_of(count, seed)
-    keras.utils.set_random_seed(1)  # a part of the order of a shuffle
-    data = tf.data.Dataset.from_tensor_slices((x, y))
-    batches = Sequence(x, y, [batch_size])
-    if kind == "arrays":
-        return {"x": x, "y": y, "batch_size": batch_size}
-    if kind == "dataset":
-        return {"x": data.batch(batch_size)}
-    if kind == "shuffled":
-        return {"x": data.shuffle(count, seed=4).batch(batch_size)}
-    if kind == "endless":
-        return {"x": data.batch(batch_size).repeat(), "steps_per_epoch": 4}
-    if kind == "sequence":
-        return {"x": batches, "shuffle": False}
-    if kind == "generator":
-        endless = (batches[i % len(batches)] for i in range(1000))
-        return {"x": endless, "steps_per_epoch": len(batches)}
-    return {"x": data.batch(batch_size).filter(lambda *batch: True)}
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+
+    def shuffled(size):
+        keras.utils.set_random_seed(1)  # a part of the order of a shuffle
+        return rows.shuffle(count, seed=4).batch(size)
+
+    def generator(size):
+        batches = Sequence(x, y, [size])
+        return (batches[i % len(batches)] for i in range(1000))
+
+    return {
+        "arrays": (x, y),
+        "dataset": rows.batch,
+        "shuffled": shuffled,
+        "endless": lambda size: rows.batch(size).repeat(),
+        "sequence": lambda size: Sequence(x, y, [size]),
+        "generator": generator,
+        "unknown": lambda size: rows.batch(size).filter(lambda *batch: True),
+    }[kind]
+
+
+def validation_of(kind, size):
+    """33 rows of the same kind, in batches of `size` but for arrays."""
+    data = data_of(kind, 33, seed=1)
+    return data(size) if callable(data) else data
 
 
 def compiled(optimizer=None, loss="binary_crossentropy", **options):
@@ -63,57 +72,31 @@ def compiled(optimizer=None, loss="binary_crossentropy", **options):
     return model
 
 
-def trained(arguments, *, is_ours, model=None, options=(), **more):
-    """What a fit leaves: states, and its logs."""
-    model = model or compiled()
-    given = {"verbose": 0, "epochs": 2} | arguments | more
-    options = {"batch": "global"} | dict(options)
-
-    def fit():
-        keras.utils.set_random_seed(5)
-        if is_ours:
-            history = keras_dist.dist_fit(model, **given, **options)
-        else:
-            history = model.fit(**given)
-        logs = {k: v for k, v in history.history.items() if k != "rows_per_second"}
-        return [*state_of(model), *(np.asarray(logs[name]) for name in sorted(logs))]
-
-    return fit() if is_ours else distribute_jobs([fit])[0]
-
-
-def assert_equal(ours, expected):
-    """Equal to rounding in float64."""
-    assert len(ours) == len(expected)
-    for own, other in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-10, atol=1e-10)
+def assert_equals(data, size=10, *, make=compiled, **arguments):
+    """The claim of this file, to rounding in float64."""
+    given = {"batch": "global", "epochs": 2, "tolerance": 1e-10} | arguments
+    assert_equals_one_process(make, data, size, **given)
 
 
 @pytest.mark.parametrize("kind", shortened(KINDS, {"arrays", "shuffled"}))
 def test_the_same_script_gives_the_same_model_and_logs(kind):
     """Of all kinds of data; the last batch has fewer rows than there are ranks."""
-    results = []
-    for is_ours in (True, False):
-        arguments = data_of(kind, 41, 10) | {"shuffle": False}
-        if kind not in ("generator", "endless"):
-            same = "dataset" if kind in ("shuffled", "unknown") else kind
-            given = data_of(same, 33, 8, seed=1)
-            data = (given["x"], given["y"]) if "y" in given else given["x"]
-            arguments |= {"validation_data": data}
-        results.append(trained(arguments, is_ours=is_ours))
-    assert_equal(*results)
+    more = STEPS.get(kind, {})
+    if not more:
+        same = "dataset" if kind in ("shuffled", "unknown") else kind
+        more = {"validation_data": validation_of(same, 8)}
+    assert_equals(data_of(kind, 41), **more)
 
 
 @pytest.mark.parametrize("batch", shortened(["global", "rank"], {"global"}))
 def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
     """It is the shuffled training data, with fewer batches than there are ranks."""
-    results = []
-    for is_ours in (True, False):
-        count = 20 if batch == "rank" and not is_ours else 20 // (world.size - 1)
-        data = data_of("shuffled", 20, count)["x"]
-        given = {"x": data, "validation_data": data, "epochs": 3, "shuffle": False}
-        options = {"batch": batch, "lr_scaling": "none"}
-        results.append(trained(given, is_ours=is_ours, options=options))
-    assert_equal(*results)
+
+    def twice(size):
+        data = data_of("shuffled", 20)(size)
+        return {"x": data, "validation_data": data}
+
+    assert_equals(twice, 20 // (world.size - 1), batch=batch, epochs=3)
 
 
 @pytest.mark.parametrize(
@@ -121,63 +104,57 @@ def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
 )
 def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
     """`validation_steps` are those of all ranks; sums count as on one process."""
-    results = []
-    for is_ours in (True, False):
+
+    def make():
         loss = keras.losses.BinaryCrossentropy(reduction="sum")
-        model = compiled(keras.optimizers.SGD(0.001), loss)
-        arguments = data_of(kind, 40, 10) | {"shuffle": False}
-        given = data_of(kind, 33, 4, seed=1)
-        data = (given["x"], given["y"]) if "y" in given else given["x"]
-        arguments |= {"validation_data": data, "validation_steps": 4}
-        if "y" in given:
-            arguments["validation_batch_size"] = 4
-        results.append(trained(arguments, is_ours=is_ours, model=model))
-    assert_equal(*results)
+        return compiled(keras.optimizers.SGD(0.001), loss)
+
+    steps = {"validation_steps": 4, "validation_batch_size": 4}
+    if kind != "arrays":
+        del steps["validation_batch_size"]
+    data = data_of(kind, 40)
+    assert_equals(data, make=make, validation_data=validation_of(kind, 4), **steps)
 
 
 @pytest.mark.parametrize(
-    "kind", shortened(["dataset", "sequence", "unknown"], {"unknown"})
+    ("kind", "batch"),
+    shortened(
+        [(kind, "global") for kind in ("dataset", "sequence", "unknown")]
+        + [("unknown", "rank")],
+        {("unknown", "global")},
+    ),
 )
-@pytest.mark.parametrize("batch", shortened(["global", "rank"], {"global"}))
-def test_weights_of_classes_are_those_of_one_process(world, kind, batch):
+def test_weights_of_classes_are_those_of_one_process(kind, batch):
     """Keras cannot weigh a batch that a rank has no row of: it is done before.
 
     And what Keras weighs it reads ahead, while a step in Python sums its gradients.
     """
-    if batch == "rank" and kind != "unknown":
-        return
-    results = []
-    for is_ours in (True, False):
-        rows = 4 * world.size if batch == "rank" and not is_ours else 4
-        count, rows = (48, rows) if batch == "rank" else (41, 10)
-        arguments = data_of(kind, count, rows) | {"shuffle": False}
-        arguments["class_weight"] = {0: 0.3, 1: 2.0}
-        options = {"batch": batch, "lr_scaling": "none"}
-        model = compiled(run_eagerly=True)
-        found = trained(arguments, is_ours=is_ours, options=options, model=model)
-        results.append(found[:4])
-    assert_equal(*results)
+    count, size = (48, 4) if batch == "rank" else (41, 10)
+    weights = {"class_weight": {0: 0.3, 1: 2.0}}
+    assert_equals(data_of(kind, count), size, batch=batch, logs=(), **weights)
 
 
 @pytest.mark.parametrize("count", shortened([37, 48], {37}))
 def test_rows_divided_before_they_are_decoded_are_those_of_one_process(count):
     """With a last batch without a row for some ranks, and as validation data."""
-    results = []
-    for is_ours in (True, False):
-        batch = keras_dist.shard(12, batch="global") if is_ours else lambda data: data
-        rows = keras_dist.local_batch_size(12) if is_ours else 12
 
-        def divided(data, batch=batch, rows=rows):
-            return data.apply(batch).map(lambda x, y: (x * 2, y)).batch(rows)
-
+    def data(divide, rows):
         keras.utils.set_random_seed(1)
-        data = tf.data.Dataset.from_tensor_slices(rows_of(count, 0))
-        weights = {"class_weight": {0: 0.3, 1: 2.0}}
-        others = tf.data.Dataset.from_tensor_slices(rows_of(33, 1))
-        arguments = {"x": divided(data.shuffle(count, seed=3))}
-        arguments["validation_data"] = divided(others)
-        results.append(trained(arguments | weights, is_ours=is_ours))
-    assert_equal(*results)
+        x, others = map(
+            tf.data.Dataset.from_tensor_slices, (rows_of(count, 0), rows_of(33, 1))
+        )
+        made = {"x": x.shuffle(count, seed=3), "validation_data": others}
+        return {
+            name: divide(each).map(lambda x, y: (x * 2, y)).batch(rows)
+            for name, each in made.items()
+        }
+
+    def divided(size):
+        divide = keras_dist.shard(size, batch="global")
+        return data(divide, keras_dist.local_batch_size(size))
+
+    given = {"plain_data": lambda size: data(lambda rows: rows, size)}
+    assert_equals(divided, 12, class_weight={0: 0.3, 1: 2.0}, **given)
 
 
 @pytest.mark.parametrize("kind", shortened(["arrays", "dataset"], {"arrays"}))
@@ -189,17 +166,19 @@ def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
             if int(self.model.optimizer.iterations) == 9:
                 raise KeyboardInterrupt
 
-    data = data_of(kind, 41, 10) | {"shuffle": False}
-    options = {"resume": f"{folder}/{kind}", "save_steps": 1}
+    data, options = data_of(kind, 41), {"resume": f"{folder}/{kind}", "save_steps": 1}
+    given = data if kind == "arrays" else (data(10), None)
+    how = {"epochs": 2, "shuffle": False, "verbose": 0, "batch": "global"} | options
+    if kind == "arrays":
+        how["batch_size"] = 10
     with pytest.raises(KeyboardInterrupt):
-        trained(data, is_ours=True, options=options, callbacks=[Ends()])
-    ours = trained(data, is_ours=True, options=options)
-    assert_equal(ours, trained(data, is_ours=False))
+        keras_dist.dist_fit(compiled(), *given, callbacks=[Ends()], **how)
+    assert_equals(data, options=options)
 
 
 def test_a_model_is_evaluated_before_it_was_trained():
     """A rank without a batch makes the metrics, too, and they count nothing."""
-    data = data_of("dataset", 9, 10)["x"]
+    data = data_of("dataset", 9)(10)
     ours = keras_dist.DistributedModel(compiled(), batch="global")
     expected = compiled().evaluate(data, verbose=0, steps=1)
     np.testing.assert_allclose(ours.evaluate(data, verbose=0, steps=1), expected)

@@ -5,7 +5,8 @@ import inspect
 import keras
 import numpy as np
 import pytest
-from claims import raises_everywhere
+import tensorflow as tf
+from claims import assert_equals_one_process, raises_everywhere, shortened
 
 import keras_dist
 from keras_dist.training.metrics import UpdateCounts, global_result
@@ -347,7 +348,7 @@ def two_outputs():
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
-def test_all_metrics_of_a_fit_are_those_of_one_process(world, rows):
+def test_all_metrics_of_a_fit_are_those_of_one_process(rows):
     """Per output, weighted or not, tracked by the model or a layer; also `evaluate`."""
     x, y = (array[:99] for array in rows)
     targets = {"first": y[:, None], "second": np.stack([y * 2, x[:, 0]], axis=1)}
@@ -355,25 +356,18 @@ def test_all_metrics_of_a_fit_are_those_of_one_process(world, rows):
     weight = np.linspace(0.5, 2, 99).astype("float32")
     weights = {"first": weight, "second": weight[::-1].copy()}
     light = {name: part[:7] for name, part in weights.items()}
-    common = {
-        "validation_data": (x[:7], few, light),
-        "epochs": 2,
-        "shuffle": False,
-        "verbose": 0,
-        "sample_weight": weights,
-    }
-    expected, model = two_outputs(), two_outputs()
-    # Built alike, and not by a batch that the metrics would remember.
-    for either in (expected, model):
-        either(x[:1])
-        either.reset_metrics()
-    plain = expected.fit(x, targets, batch_size=16 * world.size, **common).history
-    given = keras_dist.dist_fit(
-        model, x, targets, batch_size=16, lr_scaling="none", **common
-    ).history
-    assert set(given) - set(plain) == {"rows_per_second"} and len(plain) > 15
-    for name, values in plain.items():
-        assert given[name] == pytest.approx(values, abs=3e-6), name
+
+    def make():
+        model = two_outputs()
+        model(x[:1])  # built alike, and not by a batch that the metrics would remember
+        model.reset_metrics()
+        return model
+
+    given = {"validation_data": (x[:7], few, light), "sample_weight": weights}
+    model, logs, oracle = assert_equals_one_process(
+        make, (x, targets), 16, epochs=2, **given
+    )
+    assert set(logs) - set(oracle.history) == {"rows_per_second"} and len(logs) > 16
     many = keras_dist.DistributedModel(model)
     for count in (99, 2, 1):
         part = x[:count], {name: target[:count] for name, target in targets.items()}
@@ -384,15 +378,8 @@ def test_all_metrics_of_a_fit_are_those_of_one_process(world, rows):
         assert results == near, count
 
 
-class Custom(keras.Model):
+class Custom(keras.Sequential):
     """Steps of its own, which return values with and without a metric behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -409,23 +396,96 @@ def test_values_without_a_metric_are_those_of_one_process_last_step(world, rows)
     """Averaged by the rows of the last batch; metrics beside them stay exact."""
     x, y = rows
     ragged = 8 * world.size + 1  # the last batch of all has one row, on one rank
-    models = [Custom(), Custom()]
-    for model in models:
-        model.compile(
-            keras.optimizers.SGD(0.0), "mse", metrics=["mae"], run_eagerly=True
-        )
-    common = {
-        "shuffle": False,
-        "verbose": 0,
-        "validation_data": (x[:ragged], y[:ragged]),
-    }
-    plain = models[0].fit(x[:99], y[:99], 8 * world.size, **common).history
-    given = keras_dist.dist_fit(models[1], x[:99], y[:99], 8, **common).history
-    for name in ("loss", "mae", "mine", "val_loss", "val_mae", "val_mine"):
-        assert given[name] == pytest.approx(plain[name], abs=2e-6), name
-    many = keras_dist.DistributedModel(models[1])
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = Custom([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"], run_eagerly=True)
+        return model
+
+    given = {"validation_data": (x[:ragged], y[:ragged])}
+    model, _, oracle = assert_equals_one_process(make, (x[:99], y[:99]), **given)
+    many = keras_dist.DistributedModel(model)
     results = many.evaluate(x[:ragged], y[:ragged], 8, verbose=0, return_dict=True)
-    assert results["mine"] == pytest.approx(plain["val_mine"][0], abs=2e-6)
+    expected = oracle.history["val_mine"][0]
+    assert results["mine"] == pytest.approx(expected, abs=2e-6)
+
+
+class OwnSteps(keras.Model):
+    """Custom steps that return logs by `logs_of(model, loss)`."""
+
+    def __init__(self, logs_of):
+        super().__init__()
+        self.layer = keras.layers.Dense(1, activation="sigmoid")
+        self.logs_of = logs_of
+        self.tracker = keras.metrics.Mean(name="other_name")
+        self.first, self.second = (keras.metrics.Mean(name="same") for _ in range(2))
+
+    def call(self, x):
+        return self.layer(x)
+
+    def update(self, y, prediction, loss):
+        self.tracker.update_state(loss, sample_weight=tf.shape(y)[0])
+        self.first.update_state(y)
+        self.second.update_state(prediction)
+        for metric in self.metrics:
+            if metric.name == "compile_metrics":
+                metric.update_state(y, prediction)
+        return self.logs_of(self, loss)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction = self(x)
+            loss = keras.ops.mean(keras.ops.square(prediction - y))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return self.update(y, prediction, loss)
+
+    def test_step(self, data):
+        x, y = data
+        prediction = self(x)
+        loss = keras.ops.mean(keras.ops.square(prediction - y))
+        return self.update(y, prediction, loss)
+
+
+def guide_to_train_steps(model, loss):
+    """As many examples do: a dict of the compiled metrics inside of the logs."""
+    return {metric.name: metric.result() for metric in model.metrics}
+
+
+def deep(model, loss):
+    """Dicts in dicts, other names, two metrics of one name, a vector, a batch's own."""
+    return {
+        "another": model.tracker.result(),
+        "gan": {
+            "of_first": {"x": model.first.result()},
+            "of_second": {"y": model.second.result(), "batch": {"loss": loss}},
+        },
+        "vector": keras.ops.stack([loss, loss]),
+    }
+
+
+@pytest.mark.several_ranks
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("logs_of", shortened([guide_to_train_steps, deep], {deep}))
+def test_logs_of_steps_equal_one_process(logs_of):
+    """All values, also in dicts and lists inside, are those of all rows."""
+    x = np.random.default_rng(2).normal(size=(50, 3))
+    y = (x.sum(axis=1, keepdims=True) > 0).astype("float64")
+
+    def make():
+        keras.utils.set_random_seed(4)
+        model = OwnSteps(logs_of)
+        model(x[:1])
+        metrics = ["mae", keras.metrics.AUC(name="auc")]
+        model.compile(keras.optimizers.SGD(0.5), metrics=metrics, run_eagerly=True)
+        return model
+
+    how = {"epochs": 2, "validation_data": (x[:23], y[:23]), "tolerance": 1e-10}
+    _, logs, oracle = assert_equals_one_process(make, (x, y), 4, **how)
+    assert set(logs) == {*oracle.history, "rows_per_second"}
+    assert len(set(map(repr, keras_dist.gather(logs)))) == 1
 
 
 class Reads(keras.Sequential):
@@ -437,22 +497,21 @@ class Reads(keras.Sequential):
 
 
 @pytest.mark.several_ranks
-def test_building_counts_no_batch(world, rows):
+def test_building_counts_no_batch(rows):
     """Also in metrics that `compile` was given, which the model does not list yet.
 
     One calls functions of TensorFlow, which are no part of the step.
     """
     x, y = (array[:96] for array in rows)
-    logs = []
-    for fit, size in ((keras.Model.fit, world.size), (keras_dist.dist_fit, 1)):
+
+    def make():
         keras.utils.set_random_seed(1)
         model = Reads([keras.layers.Dense(1, activation="sigmoid")])
         metrics = [keras.metrics.AUC(multi_label=True, name="auc")]
         model.compile("sgd", "mse", metrics=metrics, run_eagerly=True)
-        only = {} if fit is keras.Model.fit else {"lr_scaling": "none"}
-        given = {"batch_size": 8 * size, "shuffle": False, "verbose": 0, **only}
-        logs.append(fit(model, x, y[:, None], **given).history["auc"])
-    assert logs[1] == pytest.approx(logs[0], abs=1e-6)
+        return model
+
+    assert_equals_one_process(make, (x, y[:, None]))
 
 
 @pytest.mark.several_ranks

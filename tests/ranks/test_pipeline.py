@@ -1,29 +1,16 @@
 """Passes over data end with their last batch: TensorFlow does not tune them."""
 
-import re
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from claims import shortened
+from data_kinds import Sequence
 
 import keras_dist
 
 X = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
 Y = X.sum(axis=1, keepdims=True)
-
-
-class Batches(keras.utils.PyDataset):
-    """The rows in batches of 4."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
 
 
 def in_batches(is_tuned=None):
@@ -56,19 +43,6 @@ def model():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", jit_compile=False)
     return model
-
-
-@pytest.mark.several_ranks
-def test_no_pass_over_data_is_tuned(model, read):
-    """Training, validation, evaluation and prediction, for every kind of data."""
-    many = keras_dist.DistributedModel(model)
-    many.fit(X, Y, validation_data=(X, Y), batch_size=4, verbose=0)
-    many.fit(in_batches(), validation_data=in_batches(), verbose=0)
-    many.fit(Batches(), validation_data=Batches(), verbose=0)
-    many.evaluate(X, Y, verbose=0)
-    many.evaluate(in_batches(), verbose=0)
-    many.predict(X, verbose=0)
-    assert read == [False] * 9
 
 
 def shuffled():
@@ -104,6 +78,9 @@ def test_no_iterator_over_data_is_tuned(model, tmp_path_factory, monkeypatch, ma
         data = make()
         options = {"resume": folder, "validation_data": data, "verbose": 0}
         keras_dist.dist_fit(model, data, epochs=epochs, **options)
+    many = keras_dist.DistributedModel(model)
+    many.evaluate(X, Y, verbose=0)
+    many.predict(Sequence(X, Y, [4]), verbose=0)
     assert set(found) == {False}
 
 
@@ -114,31 +91,3 @@ def test_tuning_that_the_user_requests_is_on(model, read):
     many.evaluate(in_batches(is_tuned=True), verbose=0)
     model.evaluate(X, Y, verbose=0)
     assert read == [True, None]
-
-
-def no_autograph(x, y):
-    """A function of the user's."""
-    return x, y
-
-
-def names_in(paths, pattern):
-    """Names that a pattern finds in files."""
-    texts = [Path(path).read_text() for path in paths]
-    return set(re.findall(pattern, "\n".join(texts)))
-
-
-@pytest.mark.several_ranks
-def test_functions_of_this_package_are_not_translated(model):
-    """AutoGraph would need longer for them than all else before a first step."""
-    old = set(sys.modules)
-    many = keras_dist.DistributedModel(model)
-    many.fit(X, Y, batch_size=4, validation_data=in_batches(), verbose=0)
-    many.fit(in_batches().cache(), verbose=0)
-    decoded = tf.data.Dataset.from_tensor_slices((X, Y)).apply(keras_dist.shard(4))
-    many.fit(decoded.map(no_autograph).batch(4), verbose=0)
-    new = [name for name in sys.modules if "autograph_gen" in name and name not in old]
-    modules = [sys.modules[name] for name in new]
-    translated = names_in([each.__file__ for each in modules], r"def tf__(\w+)")
-    own = names_in(Path(keras_dist.__file__).parent.rglob("*.py"), r"def (\w+)")
-    assert "no_autograph" in translated
-    assert not translated & own

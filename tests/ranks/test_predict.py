@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import raises_everywhere
+from claims import raises_everywhere, shortened
+from data_kinds import Sequence
 
 import keras_dist
 
@@ -102,20 +103,6 @@ def test_data_that_is_already_split_is_predicted_by_its_rank(
     assert bool(capsys.readouterr().out) == (world.rank == 0)
 
 
-class Pieces(keras.utils.PyDataset):
-    """Batches of eight rows."""
-
-    def __init__(self, x):
-        super().__init__()
-        self.x = x
-
-    def __len__(self):
-        return -(-len(self.x) // 8)
-
-    def __getitem__(self, index):
-        return self.x[index * 8 : index * 8 + 8], np.zeros(8)
-
-
 class Ragged(keras.Model):
     """Gives a ragged output, and others under nested names."""
 
@@ -132,7 +119,7 @@ def in_batches(x, kind):
     dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
     return {
         "dataset": lambda: dataset,
-        "sequence": lambda: Pieces(x),
+        "sequence": lambda: Sequence(x, np.zeros(len(x)), [8]),
         "generator": lambda: ((x[i : i + 8],) for i in range(0, len(x), 8)),
         "unknown": lambda: dataset.filter(lambda rows: True),
     }[kind]()
@@ -141,13 +128,9 @@ def in_batches(x, kind):
 @pytest.mark.three_ranks
 @pytest.mark.parametrize(
     "kind",
-    [
-        *("dataset", "generator"),
-        *(
-            pytest.param(kind, marks=pytest.mark.long)
-            for kind in ("sequence", "unknown")
-        ),
-    ],
+    shortened(
+        ["dataset", "generator", "sequence", "unknown"], {"dataset", "generator"}
+    ),
 )
 def test_batches_are_predicted_in_turns_and_gathered_in_order(world, kind):
     """By any kind of data and `steps`; on all ranks, on the first one, or on none."""

@@ -67,7 +67,7 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
         make_model()  # Keras counts its layers, and names the next ones by that
     for choose, value in ((kernel, None), (slot, None), (slot, np.nan)):
         model = make_model()
-        fit(model, rows, epochs=1)  # builds the optimizer
+        model.optimizer.build(model.trainable_variables)
         path = keras_dist.broadcast(choose(model).path)
         messages = raises_everywhere(
             RuntimeError,
@@ -83,7 +83,7 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
         assert "after step 3 of epoch 2" in messages[0]
         assert f" on {last} is not what it is on {others}" in messages[0]
         assert f"`{path}`" in messages[0]
-        assert int(model.optimizer.iterations) == 4 + 4 + 3
+        assert int(model.optimizer.iterations) == 4 + 3
 
 
 @several_ranks
@@ -124,25 +124,19 @@ def test_resync_makes_the_ranks_equal_again(rows, make_model):
 @several_ranks
 def test_what_ranks_may_hold_differently_is_not_reported(rows):
     """Statistics, metrics, generators, accumulators."""
-    for steps in (None, 3):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(8),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.5),
-                keras.layers.Dense(1),
-            ]
-        )
-        adam = keras.optimizers.Adam(gradient_accumulation_steps=steps)
-        model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
-        fit(
-            model,
-            rows,
-            keras_dist.ReplicaCheck(every=1),
-            validation_data=rows,
-        )
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(8),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+    adam = keras.optimizers.Adam(gradient_accumulation_steps=3)
+    model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
+    fit(model, rows, keras_dist.ReplicaCheck(every=1), validation_data=rows)
 
 
 @several_ranks
@@ -182,15 +176,8 @@ def test_unusable_settings_are_errors(world):
             keras_dist.ReplicaCheck(**arguments)
 
 
-class Sam(keras.Model):
+class Sam(keras.Sequential):
     """Goes up the gradient, takes a second one there, and goes down again."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, data):
         x, y = data
@@ -217,8 +204,7 @@ class Sam(keras.Model):
 def test_a_step_that_leaves_roundings_is_named(world, rows):
     """Sharpness-aware minimization, with the weights put back by a subtraction."""
     keras.utils.set_random_seed(3)
-    model = Sam()
-    model.build((None, 5))
+    model = Sam([keras.Input((5,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
     with pytest.raises(RuntimeError, match=r"`Sam.train_step`.*leaves roundings"):
         keras_dist.dist_fit(model, *rows, epochs=4, batch_size=4, verbose=0)

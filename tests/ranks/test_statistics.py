@@ -3,7 +3,12 @@
 import keras
 import numpy as np
 import pytest
-from claims import assert_equal_to_the_bit, largest_difference, train_on_one_process
+from claims import (
+    assert_equal_to_the_bit,
+    largest_difference,
+    shortened,
+    train_on_one_process,
+)
 from models import vectors
 
 import keras_dist
@@ -33,7 +38,7 @@ def used(rows, world):
     return 10.0 + x[:95], y[:95]
 
 
-@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize("run_eagerly", shortened([True, False], {False}))
 def test_synchronized_layers_equal_one_process(world, rows, run_eagerly):
     """Weights, moving statistics and gradients, with ragged batches and masks."""
     x, y = used(rows, world)

@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import data_kinds
 import keras
 import numpy as np
 import pytest
@@ -18,20 +19,16 @@ import keras_dist
 BATCH = 5
 
 
-class Sequence(keras.utils.PyDataset):
-    """Batches by their number."""
+class Sequence(data_kinds.Sequence):
+    """Batches by their number; notes which were made, and the ends of epochs."""
 
     def __init__(self, x, y, **options):
-        super().__init__(**options)
-        self.x, self.y, self.ended, self.made = x, y, 0, set()
-
-    def __len__(self):
-        return -(-len(self.x) // BATCH)
+        super().__init__(x, y, [BATCH], **options)
+        self.ended, self.made = 0, set()
 
     def __getitem__(self, index):
         self.made.add(index)
-        rows = slice(index * BATCH, (index + 1) * BATCH)
-        return self.x[rows], self.y[rows]
+        return super().__getitem__(index)
 
     def on_epoch_end(self):
         self.ended += 1
@@ -70,11 +67,12 @@ def test_every_kind_of_batches_is_sharded(world, rows, make_model, fit_plainly):
     validation = x[:33], y[:33]
     how = {"batch_size": BATCH * world.size, "validation_data": validation}
     oracle = fit_plainly(keras.optimizers.SGD(0.1), x, y, epochs=2, **how)
+    workers = {"workers": 2, "use_multiprocessing": True}
     data = {
         "known": (dataset_of(x, y), dataset_of(*validation)),
         "unknown": (unknown(x, y), unknown(*validation)),
         "sequence": (Sequence(x, y), Sequence(*validation)),
-        "workers": (Sequence(x, y, workers=2), Sequence(*validation, workers=2)),
+        "workers": (Sequence(x, y, **workers), Sequence(*validation, **workers)),
     }
     for kind, (training, held_out) in data.items():
         model = make_model(keras.optimizers.SGD(0.1))
@@ -91,24 +89,6 @@ def test_every_kind_of_batches_is_sharded(world, rows, make_model, fit_plainly):
             assert training.made - set(range(world.size)) <= {
                 *range(20)[world.rank :: world.size]
             } | {19}
-    model = make_model(keras.optimizers.SGD(0.1))
-    steps = -(-20 // world.size)
-    endless = generate(x, y, epochs=5)
-    fit(model, endless, epochs=1, steps_per_epoch=steps * world.size)
-    assert_equal_to_the_bit(model)
-
-
-@pytest.mark.several_ranks
-def test_worker_processes_make_the_same_batches(world, rows, make_model):
-    """`use_multiprocessing` is respected, and trains the same weights."""
-    x, y = rows
-    models = []
-    for options in ({}, {"workers": 2, "use_multiprocessing": True}):
-        model = make_model()
-        data = Sequence(x, y, **options)
-        fit(model, data, epochs=2, shuffle=False)
-        models.append(model)
-    assert largest_difference(*models) == 0
 
 
 @pytest.mark.several_ranks
@@ -190,32 +170,12 @@ def test_random_batches_are_sharded_by_index(world, rows, make_model, capsys):
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
-def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
-    """Its own error on that rank; on the others, one that names the rank."""
-    x, y = rows
-
-    def broken():
-        for number, batch in enumerate(generate(x, y)):
-            if number == 4 and world.rank == 1:
-                raise KeyError("tea")
-            yield batch
-
-    message = None
-    try:
-        fit(make_model(), broken())
-    except (KeyError, RuntimeError) as error:
-        message = f"{type(error).__name__}: {error}"
-    assert keras_dist.gather(message) == [
-        "KeyError: 'tea'" if rank == 1 else "RankError: On rank 1: KeyError: 'tea'"
-        for rank in range(world.size)
-    ]
-
-
-@pytest.mark.several_ranks
-@pytest.mark.three_ranks
 @pytest.mark.slow_on_three
-def test_an_error_in_one_ranks_evaluation_is_raised_on_all(world, rows, make_model):
-    """In `evaluate` and in a fit's validation, from generators and from sequences."""
+def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
+    """In training, `evaluate` and validation, from generators and from sequences.
+
+    Its own error on that rank; on the others, one that names the rank.
+    """
     x, y = rows
 
     class Broken(Sequence):
@@ -242,15 +202,16 @@ def test_an_error_in_one_ranks_evaluation_is_raised_on_all(world, rows, make_mod
     ]
     model = make_model()
     distributed = keras_dist.DistributedModel(model, shard="none")
+    calls = [lambda: fit(model, broken())]
     for data in (broken, lambda: Broken(x, y)):
-        calls = (
+        calls += [
             lambda data=data: distributed.evaluate(data(), verbose=0),
             lambda data=data: distributed.fit(
                 x, y, batch_size=30, validation_data=data(), verbose=0
             ),
-        )
-        for call in calls:
-            assert keras_dist.gather(caught(call)) == expected
+        ]
+    for call in calls:
+        assert keras_dist.gather(caught(call)) == expected
     found = distributed.evaluate(x, y, verbose=0)  # the ranks are still in step
     assert found == keras_dist.broadcast(found)
 

@@ -194,6 +194,50 @@ def test_ranks_may_be_given_different_callbacks(world, rows, make_model, folder)
         assert (own == other).all()
 
 
+# Where the classes are defined that users import.
+_TRACKERS = (
+    ("mlflow.keras.callback", "MlflowCallback"),
+    ("mlflow.tensorflow.callback", "MlflowModelCheckpointCallback"),
+    ("wandb.integration.keras.callbacks.metrics_logger", "WandbMetricsLogger"),
+    ("wandb.integration.keras.keras", "WandbCallback"),
+    ("comet_ml.callbacks.keras", "CometKerasCallback"),
+    ("neptune_tensorflow_keras.impl", "NeptuneCallback"),
+    ("neptune.integrations.tensorflow_keras", "NeptuneCallback"),
+    ("clearml.binding.frameworks.tensorflow_bind", "ClearMLCallback"),
+)
+
+
+def stand_in(module, name):
+    """An object of a class that a user has made from one with this name."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.logged.append(dict(logs))
+
+    base = type(
+        name,
+        (keras.callbacks.Callback,),
+        {"__module__": module, "on_epoch_end": on_epoch_end},
+    )
+    found = type("Own", (base,), {})()
+    found.logged = []
+    return found
+
+
+@pytest.mark.three_ranks
+@pytest.mark.slow_on_three
+def test_trackers_run_on_the_first_rank_with_the_logs_of_all(rows, make_model):
+    """Classes that inherit from theirs, too; the list is the same on all ranks."""
+    callbacks = [stand_in(*names) for names in _TRACKERS]
+    others = [stand_in("my.wandb", "Logger"), stand_in("wandbox", "Logger")]
+    history = fit(make_model(), rows, *callbacks, *others).history
+    logs = [{name: history[name][e] for name in history} for e in (0, 1)]
+    assert all(callback.logged == logs for callback in others)
+    is_first = keras_dist.rank() == 0
+    assert all(c.logged == (logs if is_first else []) for c in callbacks)
+    expected = 0.1 * keras_dist.size()
+    assert history["effective_learning_rate"] == pytest.approx([expected] * 2)
+
+
 class _FullDisk(keras.callbacks.Callback):
     """From the second epoch's end, the first rank cannot write files any more."""
 

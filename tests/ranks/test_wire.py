@@ -10,7 +10,6 @@ from claims import largest_difference
 from models import SUBJECTS
 
 import keras_dist
-from keras_dist import comm
 from keras_dist.comm import transport
 from keras_dist.optimizer import reduce
 
@@ -67,27 +66,6 @@ def test_large_gradients_are_sent_alone(sent, monkeypatch):
     assert largest_difference(alone, packed) < 1e-6
 
 
-def test_the_loss_is_weighted_if_only_keras_code_follows_it(monkeypatch):
-    """Not if the user's own code runs between the loss and the update."""
-    weights, plain = [], reduce.exchange
-
-    def recorded(own, weight, *options, **names):
-        weights.append(weight)
-        return plain(own, weight, *options, **names)
-
-    class Own(keras.optimizers.SGD):
-        def apply_gradients(self, *args, **kwargs):
-            return super().apply_gradients(*args, **kwargs)
-
-    monkeypatch.setattr(reduce, "exchange", recorded)
-    models = []
-    for optimizer, is_weighed in ((keras.optimizers.SGD(0.1), True), (Own(0.1), False)):
-        weights.clear()
-        models.append(fit("perceptron", optimizer))
-        assert [weight is None for weight in weights] == [is_weighed] * 6
-    assert largest_difference(*models) < 1e-6
-
-
 def test_an_embedding_sends_the_rows_that_were_read(sent):
     """Or all of its table, if that is less."""
     calls, moved = sent
@@ -108,25 +86,6 @@ def test_repeated_rows_are_merged_before_they_are_sent(sent):
     _, moved = sent
     fit("large embedding", "sgd", rows=8)
     assert moved["allgather"] <= 10 * (3 * 4 + 4)
-
-
-@pytest.mark.parametrize("is_graph", [False, True])
-def test_indices_of_rows_are_sent_in_their_four_bytes(monkeypatch, is_graph):
-    """They are counted so where rows are compared with the whole table."""
-    sent_as, plain = [], transport.allgather
-
-    def noted(link, tensor, *, name):
-        sent_as.append(tensor.dtype)
-        return plain(link, tensor, name=name)
-
-    monkeypatch.setattr(transport, "allgather", noted)
-
-    def gather():
-        return comm.gather_rows(tf.constant([2, 3]), name="keras_dist.test_indices")
-
-    everyone = tf.function(gather)() if is_graph else gather()
-    assert sent_as == [tf.int32] and everyone.dtype == tf.int32
-    assert everyone.numpy().tolist() == [2, 3] * keras_dist.size()
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])

@@ -29,11 +29,9 @@ are the largest differences of any weight and any part of the optimizer's state,
 relative to the largest value of its tensor. After each case all ranks held the same
 bits.
 
-The tolerance is 1.0e-05, or the number in brackets. One with a * belongs to an
-optimizer that amplifies rounding errors (by a sign, or a division by a small moment):
-it is the largest difference of three runs of one process that sum the same batches in
-another order. In float16, bfloat16 and with compression, the tolerance is a few
-roundings of a number.
+The tolerance is 1.0e-05, or the number in brackets. With a * both are of float64: the
+optimizer amplifies rounding errors (by a sign, or a division by a small moment). In
+float16, bfloat16 and with compression, the tolerance is a few roundings of a number.
 """
 
 _WAYS = """## Ways to train that keras.io shows

@@ -56,15 +56,6 @@ def run_check(words, tmp_path, code=""):
     return results, done
 
 
-@pytest.mark.long
-def test_env_describes_this_host_without_ranks(tmp_path):
-    """Versions, Horovod, system and network."""
-    words = [sys.executable, "-m", "keras_dist", "env"]
-    results, done = run_check(words, tmp_path)
-    assert tuple(results) == HOST_CHECKS and done.returncode == 0, done.stdout
-    assert "lo 127.0.0.1" in results["network"].seen
-
-
 @pytest.mark.parametrize(
     "ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))]
 )

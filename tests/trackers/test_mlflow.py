@@ -5,6 +5,9 @@ import sys
 
 import pytest
 from launch import launch
+from needs import needs
+
+pytestmark = needs("libraries", "mlflow")
 
 _SCRIPT = "tests/trackers/logs_mlflow.py"
 _WAYS = ("by_callback", "by_keras_autolog", "by_tensorflow_autolog", "by_autolog")

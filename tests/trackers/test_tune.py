@@ -5,7 +5,10 @@ import sys
 
 import pytest
 from launch import PYTHONPATH, launch
+from needs import needs
 from pages import DOCS, blocks
+
+pytestmark = needs("libraries", "optuna")
 
 _SCRIPTS = [code for _, code in blocks(DOCS / "how_to" / "tune.md", "py")]
 

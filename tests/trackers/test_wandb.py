@@ -7,6 +7,9 @@ import sys
 
 import pytest
 from launch import launch
+from needs import needs
+
+pytestmark = needs("libraries", "wandb")
 
 _SCRIPT = "tests/trackers/logs_wandb.py"
 _OURS = {"epoch/rows_per_second", "epoch/effective_learning_rate"}
