@@ -17,8 +17,6 @@ ON_TWO = {
     "generative: GAN with two optimizers as attributes",
     "generative: diffusion with a moving average of the weights",
     "vision: transfer learning: frozen, then thawed and compiled again",
-    "around fit: a second and a third fit",
-    "around fit: predict and evaluate in callbacks",
     "around fit: KeyboardInterrupt in the middle, and another fit",
 }
 

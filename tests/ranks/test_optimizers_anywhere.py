@@ -1,6 +1,7 @@
 """Optimizers of a custom train step are averaged wherever the model keeps them."""
 
 import dataclasses
+import types
 
 import keras
 import numpy as np

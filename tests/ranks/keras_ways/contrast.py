@@ -179,7 +179,10 @@ class Triplets(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-def _triplets(run, reduce):
+@CONTRAST.way("siamese triplets, differentiated row by row", lambda losses: losses)
+@CONTRAST.way("siamese triplets, the sum of the rows", ops.sum)
+@CONTRAST.way("siamese triplets, the mean of the rows", ops.mean, is_traced=True)
+def triplets(run, reduce):
     def batches(seed):
         parts = [floats(4, seed=seed + part) for part in range(3)]
         data = [tf.data.Dataset.from_tensor_slices(part) for part in parts]
@@ -190,22 +193,14 @@ def _triplets(run, reduce):
     return model, history
 
 
-@CONTRAST.way("siamese triplets, the mean of the rows", is_traced=True)
-def triplets_mean(run):
-    return _triplets(run, ops.mean)
+@CONTRAST.way("siamese pairs, a loss function that adds up the rows", ops.sum)
+@CONTRAST.way("siamese pairs, a loss function of one number", ops.mean)
+def pairs(run, reduce):
+    def contrastive(y_true, y_pred):
+        near = ops.square(y_pred)
+        far = ops.square(ops.maximum(1 - y_pred, 0))
+        return reduce((1 - y_true) * near + y_true * far)
 
-
-@CONTRAST.way("siamese triplets, the sum of the rows")
-def triplets_sum(run):
-    return _triplets(run, ops.sum)
-
-
-@CONTRAST.way("siamese triplets, differentiated row by row")
-def triplets_vector(run):
-    return _triplets(run, lambda losses: losses)
-
-
-def _pairs(run, loss):
     one, two = keras.Input((4,)), keras.Input((4,))
     encoder = perceptron(5, 3, inputs=4)
     gap = keras.layers.Lambda(
@@ -215,29 +210,10 @@ def _pairs(run, loss):
     )([encoder(one), encoder(two)])
     outputs = keras.layers.Dense(1, activation="sigmoid")(gap)
     model = keras.Model([one, two], outputs)
-    run.compile(model, keras.optimizers.RMSprop(0.01), loss, metrics=["accuracy"])
+    optimizer = keras.optimizers.RMSprop(0.01)
+    run.compile(model, optimizer, contrastive, metrics=["accuracy"])
     y = integers(2).astype(keras.config.floatx())
     return model, run.fit(model, [floats(4), floats(4, seed=1)], y)
-
-
-@CONTRAST.way("siamese pairs, a loss function of one number")
-def pairs_mean(run):
-    def contrastive(y_true, y_pred):
-        near = ops.square(y_pred)
-        far = ops.square(ops.maximum(1 - y_pred, 0))
-        return ops.mean((1 - y_true) * near + y_true * far)
-
-    return _pairs(run, contrastive)
-
-
-@CONTRAST.way("siamese pairs, a loss function that adds up the rows")
-def pairs_sum(run):
-    def contrastive(y_true, y_pred):
-        near = ops.square(y_pred)
-        far = ops.square(ops.maximum(1 - y_pred, 0))
-        return ops.sum((1 - y_true) * near + y_true * far)
-
-    return _pairs(run, contrastive)
 
 
 class Proxies(keras.Model):

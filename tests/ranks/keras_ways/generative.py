@@ -77,22 +77,15 @@ def variational_autoencoder(run):
     return model, run.fit(model, floats(6))
 
 
-@GENERATIVE.way("variational autoencoder with add_loss of a mean", is_traced=True)
-def autoencoder_with_mean(run):
-    return _with_add_loss(run, ops.mean)
-
-
-@GENERATIVE.way("variational autoencoder with add_loss of a sum")
-def autoencoder_with_sum(run):
-    return _with_add_loss(run, ops.sum)
-
-
-@GENERATIVE.way("variational autoencoder with add_loss of one value a row")
-def autoencoder_with_vector(run):
-    return _with_add_loss(run, lambda divergences: divergences)
-
-
-def _with_add_loss(run, loss):
+# Decorators are applied from the last to the first, which is the order of the ways.
+@GENERATIVE.way(
+    "variational autoencoder with add_loss of one value a row", lambda values: values
+)
+@GENERATIVE.way("variational autoencoder with add_loss of a sum", ops.sum)
+@GENERATIVE.way(
+    "variational autoencoder with add_loss of a mean", ops.mean, is_traced=True
+)
+def autoencoder_with_loss(run, loss):
     encoder = encoder_with(Latent(lambda values: 0.1 * loss(values)))
     decoder = perceptron(4, 6, inputs=2)
     model = keras.Model(encoder.inputs, decoder(encoder.outputs[2]))
@@ -158,26 +151,14 @@ def _in_dict(model, d_optimizer, g_optimizer):
     return lambda: (model.optimizers["d"], model.optimizers["g"])
 
 
-def _gan(run, hold, rows=24):
+@GENERATIVE.way("GAN with two optimizers in a dict", _in_dict)
+@GENERATIVE.way("GAN with two optimizers in a list", _in_list)
+@GENERATIVE.way("GAN with two optimizers as attributes", _as_attributes, is_traced=True)
+def gan(run, hold):
     model = run.compile(Gan(), hold)
     # Trackers count a step as one, so that logs are equal where steps are equally long.
-    history = run.fit(model, floats(3, rows=rows))
+    history = run.fit(model, floats(3, rows=24))
     return model.generator, model.discriminator, model.read(), history
-
-
-@GENERATIVE.way("GAN with two optimizers as attributes", is_traced=True)
-def gan_with_attributes(run):
-    return _gan(run, _as_attributes)
-
-
-@GENERATIVE.way("GAN with two optimizers in a list")
-def gan_with_list(run):
-    return _gan(run, _in_list)
-
-
-@GENERATIVE.way("GAN with two optimizers in a dict")
-def gan_with_dict(run):
-    return _gan(run, _in_dict)
 
 
 class ConditionalGan(keras.Model):

@@ -59,10 +59,6 @@ class Run:
         """`steps_per_epoch` of a script for one process, for so many global batches."""
         return count if self.is_oracle or self.is_global else count * self.size
 
-    def rate(self, rate: float) -> float:
-        """The learning rate of one process, where ranks scale it by their number."""
-        return rate * self.size if self.is_oracle and not self.is_global else rate
-
     def compile(self, model: Any, *args: Any, **arguments: Any) -> Any:
         """`model.compile`; returns the model."""
         how = {"run_eagerly": not self.is_traced, "jit_compile": False}
@@ -139,11 +135,12 @@ class Registry:
     part: str
     ways: list[Way] = field(default_factory=list)
 
-    def way(self, name: str, **options: Any) -> Callable[[Any], Any]:
-        """Adds the decorated function, which trains."""
+    def way(self, name: str, *args: Any, **options: Any) -> Callable[[Any], Any]:
+        """Add the decorated function, which trains, given a run and `args`."""
 
-        def add(train: Callable[[Run], Any]) -> Callable[[Run], Any]:
-            self.ways.append(Way(self.part, name, train, **options))
+        def add(train: Callable[..., Any]) -> Callable[..., Any]:
+            way = Way(self.part, name, lambda run: train(run, *args), **options)
+            self.ways.append(way)
             return train
 
         return add

@@ -121,9 +121,19 @@ def train_tokens(run: Any, model: Any, **how: Any) -> Any:
     return model, history
 
 
-@HUB.way("GPT-2 from token arrays", is_traced=True, on_three=True)
-def gpt2_tokens(run):
-    return train_tokens(run, gpt2())
+# Decorators are applied from the last to the first, which is the order of the ways. A
+# Mixtral of another dtype is an error of KerasHub, which mixes it with float32.
+@HUB.way("Gemma from token arrays", gemma, is_traced=True, rounds_as="float32")
+@HUB.way(
+    "Mixtral without its load-balancing loss",
+    lambda: mixtral(0.0),
+    is_traced=True,
+    on_three=True,
+    dtypes=("float32",),
+)
+@HUB.way("GPT-2 from token arrays", gpt2, is_traced=True, on_three=True)
+def from_tokens(run, make):
+    return train_tokens(run, make())
 
 
 @HUB.way("GPT-2 with XLA", is_traced=True)
@@ -139,48 +149,17 @@ def gpt2_bfloat16(run):
 
 
 # Keras makes the weights of LoRA in float32.
-@HUB.way("GPT-2 with LoRA", is_traced=True, on_three=True, rounds_as="float32")
-def gpt2_lora(run):
-    model = gpt2()
-    model.backbone.enable_lora(rank=2)
-    return train_tokens(run, model)
+_LORA = {"is_traced": True, "rounds_as": "float32"}
 
 
-@HUB.way("GPT-2 with LoRA in int8", is_traced=True, rounds_as="float32")
-def gpt2_int8(run):
-    model = gpt2()
-    model.quantize("int8")
-    model.backbone.enable_lora(rank=2)
-    return train_tokens(run, model)
-
-
-# A Mixtral of another dtype is an error of KerasHub, which mixes it with float32.
-@HUB.way(
-    "Mixtral without its load-balancing loss",
-    is_traced=True,
-    on_three=True,
-    dtypes=("float32",),
-)
-def mixtral_unbalanced(run):
-    return train_tokens(run, mixtral(0.0))
-
-
-@HUB.way("Gemma from token arrays", is_traced=True, rounds_as="float32")
-def gemma_tokens(run):
-    return train_tokens(run, gemma())
-
-
-@HUB.way("Gemma with LoRA", is_traced=True, on_three=True, rounds_as="float32")
-def gemma_lora(run):
-    model = gemma()
-    model.backbone.enable_lora(rank=2)
-    return train_tokens(run, model)
-
-
-@HUB.way("Gemma with LoRA in int8", is_traced=True, rounds_as="float32")
-def gemma_int8(run):
-    model = gemma()
-    model.quantize("int8")
+@HUB.way("Gemma with LoRA in int8", gemma, True, **_LORA)
+@HUB.way("Gemma with LoRA", gemma, False, on_three=True, **_LORA)
+@HUB.way("GPT-2 with LoRA in int8", gpt2, True, **_LORA)
+@HUB.way("GPT-2 with LoRA", gpt2, False, on_three=True, **_LORA)
+def low_rank(run, make, is_int8):
+    model = make()
+    if is_int8:
+        model.quantize("int8")
     model.backbone.enable_lora(rank=2)
     return train_tokens(run, model)
 

@@ -54,30 +54,19 @@ class TwoTowers(keras.Model):
         return self.loss_of_items(y, scores, sample_weight)
 
 
-@RECOMMENDERS.way("retrieval by two towers", is_traced=True, on_three=True)
-def retrieval(run):
+@RECOMMENDERS.way("retrieval by two towers, from a data set", True, is_traced=True)
+@RECOMMENDERS.way("retrieval by two towers", False, is_traced=True, on_three=True)
+def retrieval(run, is_dataset):
     keras.utils.set_random_seed(1)
     model = run.compile(TwoTowers(), keras.optimizers.Adagrad(0.1))
     x, _ = interactions()
-    history = run.fit(
-        model,
-        x["user"],
-        x["item"],
-        epochs=2,
-        validation_data=(x["user"][:9], x["item"][:9]),
-    )
-    return model, history, model.predict(x["user"][:9], verbose=0)["items"]
-
-
-@RECOMMENDERS.way("retrieval by two towers, from a data set", is_traced=True)
-def retrieval_dataset(run):
-    keras.utils.set_random_seed(1)
-    model = run.compile(TwoTowers(), keras.optimizers.Adagrad(0.1))
-    x, _ = interactions()
-    rows = tf.data.Dataset.from_tensor_slices((x["user"], x["item"]))
-    data = rows.batch(run.batch_size)
-    history = run.fit(model, data, epochs=2, validation_data=data)
-    return model, history, model.predict(data, verbose=0)["items"]
+    given, some = (x["user"], x["item"]), (x["user"][:9], x["item"][:9])
+    users = some[0]
+    if is_dataset:
+        users = some = tf.data.Dataset.from_tensor_slices(given).batch(run.batch_size)
+        given = (some,)
+    history = run.fit(model, *given, epochs=2, validation_data=some)
+    return model, history, model.predict(users, verbose=0)["items"]
 
 
 def ranking(interaction: str) -> Any:
@@ -171,18 +160,14 @@ def purchases() -> tuple[dict[str, Any], Any]:
     return x, floats(1, seed=2)
 
 
-@RECOMMENDERS.way("DistributedEmbedding", is_traced=True, on_three=True)
-def embedding_arrays(run):
-    model = distributed_embedding()
-    run.compile(model, keras.optimizers.Adam(0.01), "mse")
-    return model, run.fit(model, *purchases(), epochs=2)
-
-
 @RECOMMENDERS.way(
-    "DistributedEmbedding, from a data set", is_traced=True, on_three=True
+    "DistributedEmbedding, from a data set", True, is_traced=True, on_three=True
 )
-def embedding_dataset(run):
+@RECOMMENDERS.way("DistributedEmbedding", False, is_traced=True, on_three=True)
+def embedding(run, is_dataset):
     model = distributed_embedding()
     run.compile(model, keras.optimizers.Adagrad(0.1), "mse")
-    data = tf.data.Dataset.from_tensor_slices(purchases()).batch(run.batch_size)
-    return model, run.fit(model, data, epochs=2)
+    data = purchases()
+    if is_dataset:
+        data = (tf.data.Dataset.from_tensor_slices(data).batch(run.batch_size),)
+    return model, run.fit(model, *data, epochs=2)
