@@ -20,6 +20,7 @@ from keras_dist.callbacks.user_callbacks import (
     runs_on_first_rank_only,
 )
 from keras_dist.launch.monitor.record import here
+from keras_dist.optimizer import effective_rates
 from keras_dist.training.session import session_of
 
 
@@ -31,7 +32,7 @@ class EffectiveRate(keras.callbacks.Callback):
     optimizers in a `MultiOptimizer`, the name of each one is appended to the key, as in
     Keras. If no rank has a `TensorBoard` or a tracker, the logs are not changed.
 
-    Position in the list: before callbacks that read `logs`.
+    Position in the list: before callbacks that read `logs`, or set another rate.
 
     Args:
         is_read: Whether the list has a `TensorBoard` or a tracker.
@@ -42,12 +43,11 @@ class EffectiveRate(keras.callbacks.Callback):
         self._is_read = is_read
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if any(comm.gather(self._is_read)):
-            session_of(self.model).rates = {}
+        self._is_read = any(comm.gather(self._is_read))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs.update(session_of(self.model).rates or {})
+        if logs is not None and self._is_read:
+            logs.update(effective_rates(self.model))
 
 
 class NextEpoch(keras.callbacks.Callback):

@@ -200,9 +200,6 @@ class Session:
         is_awaited: Whether the other ranks wait for this one in an exchange in which
             it can tell them an error.
         rows_restored: Rows of this epoch that the process before a resume trained on.
-        rates: The learning rates of the epoch's last updates, by a name for the logs,
-            before callbacks such as `ReduceLROnPlateau` set the next epoch's;
-            `None` if nobody reads them.
         on_compile: What is called when a callback has compiled the model once more.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
             they may save and evaluate. Otherwise the first callback that ends does.
@@ -223,7 +220,6 @@ class Session:
     evaluation: Evaluation | None = None
     is_awaited: bool = False
     rows_restored: int = 0
-    rates: dict[str, float] | None = None
     on_compile: list[Callable[[], None]] = field(default_factory=list)
     is_held: bool = False
 

@@ -14,7 +14,6 @@ from keras_dist.lines import say, warn
 from keras_dist.optimizer import (
     averages,
     check_again,
-    effective_rates,
     explain_updates,
     only_attached,
     step_context,
@@ -127,8 +126,6 @@ class DistributedStep:
     def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
         # Keras's loops log this: the results, or values that the last step returned.
         session = self._distributed_session
-        if session.rates is not None and session.evaluation is None:
-            session.rates = effective_rates(self)
         if comm.size() == 1 or not session.runs_on_all():
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
         results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
