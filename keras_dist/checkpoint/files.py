@@ -158,7 +158,10 @@ class Folder:
             raise
         number = self.number + 1
         os.replace(self.part, self.file(number))
-        _sync_folder(self.path)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # some file systems do not support this
+            os.fsync(descriptor)  # the new name is on the disk
+        os.close(descriptor)
         self.number = number
         numbers = self.numbers()
         last = sorted(n for n in numbers if n <= number)[-self.keep :]
@@ -286,13 +289,3 @@ def _from_text(text: bytes, arrays: Any) -> Any:
         return found
 
     return json.loads(text, object_hook=restore)
-
-
-def _sync_folder(folder: str) -> None:
-    """Wait until a rename in a folder is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems do not support this
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

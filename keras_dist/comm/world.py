@@ -1,7 +1,6 @@
 """Rank and size of a process, as its launcher says them."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from keras_dist.clusters import Place, find_place
@@ -67,21 +66,16 @@ def world_at(place: Place | None) -> World:
     return World(place.rank, place.size, place.local_rank, place.local_size)
 
 
-def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
+def check_not_stranded() -> None:
     """Check that this process, which no launcher of ours started, is alone.
 
     Several tasks would otherwise be as many trainings of all rows, which write the same
     files.
 
-    Args:
-        environ: Environment variables; by default this process's.
-
     Raises:
         RuntimeError: If several tasks were started.
-
-    >>> check_not_stranded({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"})
     """
-    environ = os.environ if environ is None else environ
+    environ = os.environ
     found = [
         f"{launcher}, {task}={environ[task]}, {count}={environ[count]}"
         for launcher, (task, count) in _STRANGERS.items()
@@ -99,24 +93,20 @@ def check_not_stranded(environ: Mapping[str, str] | None = None) -> None:
         )
 
 
-def check_not_elastic(environ: Mapping[str, str] | None = None) -> None:
+def check_not_elastic() -> None:
     """Check that Horovod's elastic mode has not started this process.
 
     It changes the ranks inside of living processes, and never again uses the host of
     one that has ended: neither fits a training that keeps its ranks.
 
-    Args:
-        environ: Environment variables; by default this process's.
-
     Raises:
         RuntimeError: If it has.
     """
-    environ = os.environ if environ is None else environ
-    if environ.get(_ELASTIC, "0") not in ("", "0"):
+    if os.environ.get(_ELASTIC, "0") not in ("", "0"):
         raise RuntimeError(
             "keras_dist does not train in Horovod's elastic mode, in which the ranks "
             "of a running process change: it would end at the first change. Received: "
-            f"{_ELASTIC}={environ[_ELASTIC]}. Start the script with `keras-dist run "
+            f"{_ELASTIC}={os.environ[_ELASTIC]}. Start the script with `keras-dist run "
             "-H a:2,b:2 --restarts 10`, and with `dist_fit(…, resume=folder)`, which "
             "goes on after the loss of a rank; or with `horovodrun -np`, "
             "without --min-np, --max-np and --host-discovery-script."

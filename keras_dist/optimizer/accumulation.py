@@ -28,19 +28,6 @@ def own_sums(optimizer: Any) -> list[Any]:
     return private.accumulators(optimizer)
 
 
-def is_update(optimizer: Any) -> Any:
-    """Return True if this batch ends with an update; the same on all ranks."""
-    done = tf.convert_to_tensor(private.batches_of(optimizer).value)
-    return (done + 1) % optimizer.gradient_accumulation_steps == 0
-
-
-def take(accumulator: Any, gradient: Any) -> Any:
-    """Return the accumulated sum plus the last gradient, and clear the accumulator."""
-    everything = accumulator.value + tf.cast(gradient, accumulator.dtype)
-    accumulator.assign(tf.zeros_like(accumulator.value))
-    return everything
-
-
 def pending_sums(model: Any) -> list[Any]:
     """Accumulators of all optimizers with gradients that no update has used yet."""
     pending = []

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist import comm, private
 from keras_dist.errors import mark_known
 from keras_dist.optimizer import sparse, step_context
-from keras_dist.optimizer.accumulation import accumulates, is_update, take
+from keras_dist.optimizer.accumulation import accumulates
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.sparse import Lookups, map_values, with_shape
 
@@ -252,14 +252,21 @@ def _accumulate(
     accumulators = private.accumulators(optimizer, variables)
 
     def update() -> list[Any]:
-        added_up = [take(a, g) for a, g in zip(accumulators, local, strict=True)]
+        added_up = [
+            accumulator.value + tf.cast(gradient, accumulator.dtype)
+            for accumulator, gradient in zip(accumulators, local, strict=True)
+        ]
+        for accumulator in accumulators:
+            accumulator.assign(tf.zeros_like(accumulator.value))
         name = f"keras_dist.accumulated.{state.number}"
         sums = exchange(added_up, 1, options, name=name)
         return [tf.cast(s, g.dtype) for s, g in zip(sums, local, strict=True)]
 
     if not local:
         return []
-    return tf.cond(is_update(optimizer), update, lambda: list(local))
+    batch = tf.convert_to_tensor(private.batches_of(optimizer).value) + 1
+    is_update = batch % optimizer.gradient_accumulation_steps == 0
+    return tf.cond(is_update, update, lambda: list(local))
 
 
 def exchange(
