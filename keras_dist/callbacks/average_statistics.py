@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_dist import comm, optimizer
 from keras_dist.callbacks.replica_check import read_checksums
 from keras_dist.training.install import install, uninstall
-from keras_dist.training.metrics import combine
+from keras_dist.training.metrics import combine, rule_of
 from keras_dist.training.session import session_of
 
 
@@ -107,16 +107,9 @@ def variables_by_rule(model: Any) -> dict[str, list[Any]]:
     """Non-trainable weights by how they are synchronized."""
     found: dict[str, list[Any]] = {"mean": [], "sum": [], "first": []}
     for variable in model.non_trainable_weights:
-        # Keras 3.5 sets "mean" where the author of a layer has set nothing.
-        aggregation = getattr(variable, "aggregation", None)
-        if aggregation == "sum":
-            found["sum"].append(variable)
-        elif aggregation == "only_first_replica":
-            found["first"].append(variable)
-        elif keras.backend.is_float_dtype(variable.dtype):
-            found["mean"].append(variable)
-        elif keras.backend.is_int_dtype(variable.dtype):
-            found["first"].append(variable)
+        rule = rule_of(variable)
+        is_float = keras.backend.is_float_dtype(variable.dtype)
+        found["first" if rule == "mean" and not is_float else rule].append(variable)
     return found
 
 

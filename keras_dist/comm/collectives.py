@@ -21,10 +21,9 @@ _PACKED = 2**16
 # The length that stands before each message of a gather.
 _LENGTH_BYTES = 8
 
-# Tensors of at least this many bytes get an allreduce of their own; at most this many
-# tensors do, so that the number of collectives does not grow with the number of layers.
+# Tensors of at least this many bytes get an allreduce of their own: packing copies all
+# bytes twice, and a tensor alone can be sent as soon as it is computed.
 _LARGE = 4 * 2**20
-_MOST_SEPARATE = 16
 
 _TWO_BYTES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
@@ -209,20 +208,20 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
     if link is None or not tensors:
         return tensors
     result: list[Any] = [None] * len(tensors)
-    large = _large_indices(tensors)
-    for index in large:
-        result[index] = transport.allreduce(
-            link, tensors[index], name=f"{name}.large.{index}"
-        )
-    indices = [index for index in range(len(tensors)) if index not in large]
-    small = [tensors[index] for index in indices]
+    small: dict[int, Any] = {}
+    for index, tensor in enumerate(tensors):
+        count = tensor.shape.num_elements()
+        if count is not None and count * tensor.dtype.size >= _LARGE:
+            own_name = f"{name}.large.{index}"
+            result[index] = transport.allreduce(link, tensor, name=own_name)
+        else:
+            small[index] = tensor
     if small:
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in small], axis=0)
+        flat = tf.concat([tf.reshape(t, [-1]) for t in small.values()], axis=0)
         total = transport.allreduce(link, flat, name=name)
-        sums = tf.split(total, [_num_elements(tensor) for tensor in small])
-        for index, own_sum, tensor in zip(indices, sums, small, strict=True):
-            shape = tensor.shape if _is_static(tensor) else tf.shape(tensor)
-            result[index] = tf.reshape(own_sum, shape)
+        sums = tf.split(total, [tf.size(tensor) for tensor in small.values()])
+        for (index, tensor), own_sum in zip(small.items(), sums, strict=True):
+            result[index] = tf.reshape(own_sum, tf.shape(tensor))
     return result
 
 
@@ -379,31 +378,6 @@ def _gather_bytes(message: bytes, run: Callable[[Any], Any]) -> list[bytes]:
 def _allgather_bytes(own: Any, name: str = "keras_dist.gather") -> Any:
     link, _ = runtime.connection()
     return own if link is None else transport.allgather(link, own, name=name)
-
-
-def _large_indices(tensors: Sequence[Any]) -> set[int]:
-    """Indices of the tensors that get a collective of their own: the largest ones.
-
-    Packing copies all bytes of a tensor twice, into the buffer and out of it. And a
-    tensor with its own collective can be sent as soon as it is computed.
-    """
-    sizes = {
-        index: math.prod(tensor.shape) * tensor.dtype.size
-        for index, tensor in enumerate(tensors)
-        if _is_static(tensor)
-    }
-    large = [index for index in sizes if sizes[index] >= _LARGE]
-    return set(sorted(large, key=lambda index: -sizes[index])[:_MOST_SEPARATE])
-
-
-def _num_elements(tensor: Any) -> Any:
-    if _is_static(tensor):
-        return math.prod(tensor.shape)
-    return tf.size(tensor)
-
-
-def _is_static(tensor: Any) -> bool:
-    return tensor.shape.is_fully_defined()
 
 
 def _is_tensor(value: Any) -> bool:
