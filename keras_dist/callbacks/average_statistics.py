@@ -43,7 +43,7 @@ class AverageStatistics(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._has_changed = False
-        self._before: dict[int, Any] = {}
+        self._before: list[Any] = []
         self._loaded: list[Any] = []
 
     def set_model(self, model: keras.Model) -> None:
@@ -85,22 +85,19 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def _remember(self) -> None:
         added_up = variables_by_rule(self.model)["sum"]
-        self._before = {id(v): comm.to_array(v) for v in added_up}
-        restored = zip(added_up, self._loaded, strict=False)
-        self._before |= {id(variable): value for variable, value in restored}
+        self._before = self._loaded or list(map(comm.to_array, added_up))
         self._loaded = []
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
-        before = list(self._before.values())
-        size = comm.size()
-        return {"has_changed": self._has_changed, "before": before, "size": size}
+        known = {"before": self._before, "size": comm.size()}
+        return {"has_changed": self._has_changed, **known}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; called before the first step."""
         self._has_changed = state["has_changed"]
         # On another number of ranks, all begin with what was added up until then.
-        self._loaded = list(state["before"]) if state["size"] == comm.size() else []
+        self._loaded = state["before"] if state["size"] == comm.size() else []
 
 
 def variables_by_rule(model: Any) -> dict[str, list[Any]]:
@@ -130,8 +127,8 @@ def _average(variables: list[Any], rows: Any) -> None:
         variable.assign(tf.cast(summed / total, variable.dtype))
 
 
-def _add_up(variables: list[Any], before: dict[int, Any]) -> None:
+def _add_up(variables: list[Any], before: list[Any]) -> None:
     by_rank = comm.gather([comm.to_array(variable) for variable in variables])
-    for variable, *values in zip(variables, *by_rank, strict=True):
-        added = combine("sum", values, [1] * len(values), before[id(variable)])
+    for variable, start, *values in zip(variables, before, *by_rank, strict=True):
+        added = combine("sum", values, [1] * len(values), start)
         variable.assign(added.astype(variable.dtype))

@@ -180,10 +180,11 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
     pairs = list(zip(variables, sizes, strict=True))
     small = [variable for variable, size in pairs if size < _PACKED]
-    is_root = world.rank == root_rank
-    sent = [to_array(variable) for variable in small] if is_root else None
-    for variable, value in zip(small, broadcast(sent, root_rank), strict=True):
-        variable.assign(value)
+    if small:
+        is_root = world.rank == root_rank
+        sent = [to_array(variable) for variable in small] if is_root else None
+        for variable, value in zip(small, broadcast(sent, root_rank), strict=True):
+            variable.assign(value)
     for variable in (variable for variable, size in pairs if size >= _PACKED):
         variable.assign(broadcast(variable, root_rank))
 
