@@ -346,12 +346,13 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         for callback in setup.callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
-    callbacks = states.with_history(arguments["callbacks"])
-    histories = [c for c in callbacks if isinstance(c, keras.callbacks.History)]
-    others = [c for c in setup.callbacks if not isinstance(c, keras.callbacks.History)]
-    saver = Saver(resume, setup, others + histories)
+    added = []
+    if not any(isinstance(c, keras.callbacks.History) for c in setup.callbacks):
+        # Keras would add it behind our own callback, which saves its state.
+        added.append(keras.callbacks.History())
+    saver = Saver(resume, setup, setup.callbacks + added)
     try:
-        yield arguments | {"callbacks": [*callbacks, saver]}
+        yield arguments | {"callbacks": [*arguments["callbacks"], *added, saver]}
     finally:
         saver.close()
 

@@ -322,16 +322,6 @@ def _restore(callback: Any, state: Any) -> None:
         setattr(callback, name, value)
 
 
-def with_history(callbacks: Sequence[Any]) -> list[Any]:
-    """Add a `History` if there is none, so that it stands before our own callback.
-
-    Keras would add it at the end of the list, behind the callback that saves.
-    """
-    if any(isinstance(callback, keras.callbacks.History) for callback in callbacks):
-        return list(callbacks)
-    return [*callbacks, keras.callbacks.History()]
-
-
 def random_state() -> dict[str, Any]:
     """Return the states of the generators of random numbers."""
     states = {
