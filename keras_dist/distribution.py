@@ -91,7 +91,7 @@ def _begin(options: Options) -> None:
         for (cls, name), make in _METHODS.items():
             plain = getattr(cls, name)
             # Its signature stays: packages choose by it what they pass on.
-            method = functools.wraps(plain)(make(plain))
+            method = functools.wraps(plain)(make(plain, name))
             _changes.callback(mixin.set_method(cls, name, method))
 
 
@@ -114,9 +114,10 @@ def _train(
     return fit.train(model, KerasArguments(**given), options, plain)
 
 
-def _on_all(plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _on_all(
+    plain: Callable[..., Any], name: str, run: Callable[..., Any]
+) -> Callable[..., Any]:
     """Make the method that calls `run` on all ranks, with the arguments by name."""
-    name = plain.__name__
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         is_serial = name != "fit" and comm.size() == 1
@@ -142,9 +143,7 @@ def _bind(
     return arguments
 
 
-def _on_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
-    name = plain.__name__
-
+def _on_batch(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         averages = optimizer.is_distributed(getattr(model, "optimizer", None))
         if averages or _is_plain(model, name) or comm.size() == 1:
@@ -160,7 +159,7 @@ def _on_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _on_apply(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _on_apply(plain: Callable[..., Any], _: str) -> Callable[..., Any]:
     def call(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
         averages = mixin.has(optimizer_, optimizer.ReducesGradients)
         is_ours = averages or step_context.is_inside()

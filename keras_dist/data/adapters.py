@@ -38,7 +38,7 @@ from keras_dist.data.pipeline import (
     resume_in_first_epoch,
     skip_epochs,
 )
-from keras_dist.data.sequence import ShardedSequence
+from keras_dist.data.sequence import ShardedSequence, has_own_thread
 from keras_dist.data.source import Source
 from keras_dist.data.stream import StreamReader
 from keras_dist.plan import Rows
@@ -186,17 +186,18 @@ def _feed_batches(
     _check_trainable(source, given, spec)
     if source.has_seeded_passes and steps is None and spec.position:
         skip_epochs(source.data, spec.position.epoch)
+    # Passes that are no epochs are shuffled by Keras: in this thread, or all in one
+    # order, since its thread for several workers draws while this one does.
+    is_by_keras = steps is not None and not has_own_thread(source.data)
     feed = adapt_batches(
-        source, spec, is_training=True, shuffle=shuffle and steps is None
+        source, spec, is_training=True, shuffle=shuffle and not is_by_keras
     )
     if steps is not None:
         # Keras may read ahead, into batches of the next epoch.
         feed = replace(feed, epoch=None, division=None)
     # One process reads the user's data as it is, unless its epochs are set.
     is_plain = feed.data is source.data or (spec.size == 1 and feed.epoch is None)
-    # Where it is not sharded, or passes are no epochs, Keras shuffles a sequence.
-    is_by_keras = is_plain or steps is not None
-    is_shuffled = shuffle and is_by_keras and source.kind == "sequence"
+    is_shuffled = shuffle and (is_plain or is_by_keras) and source.kind == "sequence"
     arguments = given | {"x": feed.data, "shuffle": is_shuffled}
     if not is_plain:
         arguments["class_weight"] = None  # the step adds it

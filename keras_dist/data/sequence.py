@@ -12,6 +12,13 @@ from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.source import digest_batches, standardize
 
 
+def has_own_thread(data: Any) -> bool:
+    """Return True if Keras reads a `PyDataset` by several workers or processes."""
+    if not isinstance(data, keras.utils.PyDataset):
+        return False
+    return data.workers > 1 or (data.workers > 0 and data.use_multiprocessing)
+
+
 class ShardedSequence(keras.utils.PyDataset):
     """This rank's batches of a `PyDataset`; no batch of another rank is made.
 
@@ -20,7 +27,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
     A new order of each epoch is the one that `random` draws for Keras on one process,
     the same on all ranks. Where a position is kept, it is a function of the seed and
-    the epoch alone.
+    the epoch alone. With a number of steps Keras itself shuffles these batches.
 
     Args:
         undivided: The user's `PyDataset`, with the same batches on all ranks.

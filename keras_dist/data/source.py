@@ -49,7 +49,7 @@ class Source:
             an iterator such as a generator, which is never closed (`next_pass`).
         is_same: Whether batch i is the same on all ranks, or may be taken for it.
         is_sent: Whether the first rank sends the batches: reading one is a collective,
-            so the first ones are kept when they are looked at.
+            so those of a look are kept until a pass begins.
 
     Attributes:
         kind: `"dataset"`, `"sequence"` or `"stream"`.
@@ -77,6 +77,7 @@ class Source:
         if isinstance(data, tf.data.Dataset):
             self.kind, self.has_seeded_passes = "dataset", has_seeded_passes(data)
         self._buffered: list[Any] = []
+        self._sent: list[Any] | None = None
         self._held: list[Any] = []
         # Of an iterator of which a pass has begun, the batches that come next.
         self._unread: Iterator[Any] | None = None
@@ -119,12 +120,12 @@ class Source:
             return self._buffered[:count]
         if self.kind == "dataset":
             return self._first_batches(self.data, count)
-        if self._buffered:
-            return self._buffered[:count]
+        if self._sent is not None:
+            return self._sent[:count]
         with preserve_generators():
             looks = list(itertools.islice(self, count))
         if self.is_sent:
-            self._buffered = looks
+            self._sent = looks
         return looks
 
     def next_pass(self, global_batch: int) -> Iterator[Any]:
@@ -139,6 +140,7 @@ class Source:
             global_batch: The batches that are one of one process.
         """
         if self.is_repeatable:
+            self._sent = None
             return iter(self)
         count = _LOOKS * global_batch
         looks = self.first(count)

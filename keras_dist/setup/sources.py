@@ -170,10 +170,10 @@ def compare(
             presharded and presharded.facts()
         )
     comm.agree(facts, advice="Give every rank the same kind of data.")
-    for source in sources.values():
+    for name, source in sources.items():
         if source.is_sent:
             # Each of them is a collective: so before any block of one rank.
-            source.first(max(2, comm.size()))
+            source.first(2 if name == "training" else max(2, comm.size()))
     _check_cache_files(sources, is_split=options.shard == "none")
     unknown = {
         name: source
