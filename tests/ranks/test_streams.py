@@ -1,5 +1,6 @@
 """Data sets, sequences and generators that are the same on all ranks are sharded."""
 
+import contextlib
 import re
 import warnings
 
@@ -243,20 +244,41 @@ def test_ranks_that_run_dry_stop_at_the_same_step(world, rows, make_model):
     assert largest_difference(model, oracle) < 1e-5
 
 
+class Ended(BaseException):
+    """Ends a fit at once; nothing of the package catches it."""
+
+
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
 @pytest.mark.slow_on_three
-def test_each_update_is_counted_once_where_the_last_step_is_smaller(world, rows):
-    """Keras begins a step more where it cannot know the number of batches."""
-    x, y = (array[: BATCH * (world.size + 1) - 1] for array in rows)
+def test_each_update_is_counted_once(world, rows, folder):
+    """Keras begins a step more where it cannot know the number of batches.
+
+    As at the end of an epoch in whose middle a training is resumed.
+    """
+    x, y = (array[: BATCH * (2 * world.size + 1) - 1] for array in rows)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    counts = []
-    for steps, loss in [(2, "mse"), (1, lambda y, p: keras.ops.sum((y - p) ** 2))]:
+
+    def end(batch, logs):
+        if batch == 1:  # with a checkpoint of the first
+            raise Ended
+
+    def add_up(y, p):
+        return keras.ops.sum((y - p) ** 2)
+
+    def fit(steps, loss, *callbacks, **options):
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile("adam", loss, steps_per_execution=steps, jit_compile=False)
-        keras_dist.dist_fit(model, data, epochs=3, shuffle=False, verbose=0)
-        counts.append(int(model.optimizer.iterations))
-    assert counts == [3 * 2] * 2
+        given = {"epochs": 3, "shuffle": False, "verbose": 0, **options}
+        with contextlib.suppress(Ended):
+            keras_dist.dist_fit(model, data, callbacks=list(callbacks), **given)
+        return int(model.optimizer.iterations)
+
+    assert fit(3, "mse") == 3 * 3
+    options = {"resume": str(folder), "save_steps": 1}
+    ends = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    assert fit(1, add_up, ends, **options) == 2
+    assert fit(1, add_up, **options) == 3 * 3
 
 
 @pytest.mark.several_ranks
