@@ -1,4 +1,4 @@
-"""Type `keras-dist run --nodes N --node-rank K --rdzv …` on each host, by ssh.
+"""Type `keras-dist run --nnodes N --node-rank K --rdzv …` on each host, by ssh.
 
 On standard input each gets a line of JSON with its environment, and the job's secret in
 it, and then the number of each signal that this process receives. When this process

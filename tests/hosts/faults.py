@@ -121,15 +121,6 @@ def test_sigterm_to_the_launcher_saves_in_the_middle_of_a_long_step(
     assert training.resumed() == undisturbed
 
 
-def test_sigterm_to_one_rank_saves_on_all(net, tmp_path_hosts, undisturbed):
-    """75, one line, and the same bits."""
-    training = Training(net, tmp_path_hosts / "rank", pause=1)
-    training.rank("b").send_signal(signal.SIGTERM)
-    code, _, lines = training.end()
-    assert code == 75 and len(lines) == 1 and "have saved" in lines[0], lines
-    assert training.resumed() == undisturbed
-
-
 def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, tmp_path_hosts):
     """By the stall limit; its host answers all the time."""
     training = Training(net, tmp_path_hosts / "stop", "--stall-limit", "15", pause=0.5)

@@ -136,15 +136,10 @@ class Network:
             f"{n},{self.address(n)},{self.address(n, 1)} {public}\n" for n in self.names
         ]
         (self._state / "known_hosts").write_text("".join(known))
-        words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "inf"]
-        self._switch = subprocess.Popen(words)
-        until(
-            lambda: (
-                os.readlink(f"/proc/{self._switch.pid}/ns/net")
-                != os.readlink("/proc/self/ns/net")
-            ),
-            "the switch",
-        )
+        words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c"]
+        words += ["echo there; exec sleep inf"]
+        self._switch = subprocess.Popen(words, stdout=subprocess.PIPE)
+        self._switch.stdout.readline()
         for net in (0, 1):
             self._on_switch("ip", "link", "add", f"switch{net}", "type", "bridge")
             self._on_switch("ip", "link", "set", f"switch{net}", "up")
@@ -164,7 +159,7 @@ class Network:
             process.communicate()
         if self._switch is not None:
             self._switch.kill()
-            self._switch.wait()
+            self._switch.communicate()
         shutil.rmtree(self._state)
 
     def address(self, name: str, network: int = 0) -> str:
@@ -360,17 +355,7 @@ class Network:
     def _enter(self, name: str) -> list[str]:
         pid = self._first[name]
         cores = sorted(psutil.Process(pid).cpu_affinity())
-        enter = [
-            "nsenter",
-            "-t",
-            str(pid),
-            "-m",
-            "-u",
-            "-i",
-            "-n",
-            "-p",
-            f"--wd={ROOT}",
-        ]
+        enter = ["nsenter", "-t", str(pid), "--all", f"--wd={ROOT}"]
         return [*enter, "taskset", "-c", ",".join(map(str, cores))]
 
     def _in_net(self, name: str, words: str, *, check: bool = True) -> None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from forked import torchrun
+from test_failures import LEAVES
 
 # Prints the weights' digest: the same for all launchers, and on all ranks.
 TRAIN = """
@@ -191,23 +192,11 @@ def test_a_first_rank_that_ends_before_all_have_come_is_named(run_ranks):
     assert time.monotonic() - begin < 60
 
 
-LEAVE = """
-import os, sys
-import keras, keras_dist, numpy as np
-model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
-class Leaves(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2 and keras_dist.rank() == 0:
-            sys.exit(0)
-keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
-                    epochs=4, callbacks=[Leaves()])
-"""
-
-
 def test_a_rank_that_leaves_while_others_train_is_named_on_them(run_ranks):
     """By `sys.exit(0)` on the rank with the store, which stays for a moment."""
-    (code, _), (failed, second) = run_ranks(torchrun, [0, 1], 2, LEAVE)
+    (code, _), (failed, second) = run_ranks(
+        torchrun, [0, 1], 2, LEAVES, env={"LEAVES": "0"}
+    )
     assert (code, failed) == (0, 1)
     text = "ended with no error in epoch 3 while others were training."
     assert f"Rank 0 on {socket.gethostname()} {text}" in second, second

@@ -4,7 +4,7 @@ import re
 import sys
 
 import numpy as np
-from launch import launch
+from launch import launch, prefix
 
 # No package of ours: seeded before the script's first line.
 DRAWS = """
@@ -45,53 +45,44 @@ for _ in range(2):
 """
 
 
-def printed(tmp_path, script, word, *arguments, **env):
-    """What two ranks print behind a word: a list of each rank."""
+def start(tmp_path, script, *arguments, **env):
+    """Run a script on two ranks."""
     path = tmp_path / "script.py"
     path.write_text(script)
-    command = [sys.executable, str(path), *arguments]
-    done = launch(command, ranks=2, timeout=120, env=env)
+    return launch([str(path), *arguments], ranks=2, timeout=120, env=env)
+
+
+def lines(done, word):
+    """What two ranks have printed behind a word: a list of each rank."""
     assert done.returncode == 0, done.stdout + done.stderr
-    return [re.findall(line_of(rank, word), done.stdout, re.M) for rank in range(2)]
-
-
-def line_of(rank, word):
-    """A pattern of a rank's lines: under `keras-dist run` the first has no prefix."""
-    return rf"^(?:\[{rank}\](?:<stdout>:| )){'?' if rank == 0 else ''}{word} (.*)"
+    begins = [f"^{re.escape(prefix(rank))}{word} (.*)" for rank in range(2)]
+    return [re.findall(begin, done.stdout, re.M) for begin in begins]
 
 
 def test_the_first_draws_of_a_script(tmp_path):
     """The same on all ranks, others at each start; one that sets a seed has its own."""
-    one, other = (printed(tmp_path, DRAWS, "drawn") for _ in range(2))
+
+    def draw(*arguments, **env):
+        return lines(start(tmp_path, DRAWS, *arguments, **env), "drawn")
+
+    one, other = draw(), draw()
     assert one[0] == one[1] and other[0] == other[1] and one[0] and one != other
-    fixed = [printed(tmp_path, DRAWS, "drawn", KERAS_DIST_SEED=seed) for seed in "778"]
+    fixed = [draw(KERAS_DIST_SEED=seed) for seed in "778"]
     assert fixed[0] == fixed[1] != fixed[2] and fixed[0][0] == fixed[0][1]
-    seeded = printed(tmp_path, DRAWS, "drawn", "seeds", KERAS_DIST_SEED="7")
-    assert seeded[0] == seeded[1] == printed(tmp_path, DRAWS, "drawn", "seeds")[0]
+    seeded = draw("seeds", KERAS_DIST_SEED="7")
+    assert seeded[0] == seeded[1] == draw("seeds")[0]
     assert seeded[0][0].startswith("0.23796462709189137 ")  # random.seed(3)
-    path = tmp_path / "script.py"
-    done = launch(
-        [sys.executable, str(path)],
-        ranks=2,
-        timeout=120,
-        env={"KERAS_DIST_SEED": "tea"},
-    )
+    done = start(tmp_path, DRAWS, KERAS_DIST_SEED="tea")
     assert done.returncode == 1
     assert "must be a whole number" in done.stderr and "=tea" in done.stderr
 
 
 def test_a_split_without_a_seed(tmp_path):
     """Equal before and after each fit, and in callbacks."""
-    path = tmp_path / "script.py"
-    path.write_text(TRAINS)
-    done = launch([sys.executable, str(path)], ranks=2, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {
-        word: [re.findall(line_of(rank, word), done.stdout, re.M) for rank in range(2)]
-        for word in ("split", "within", "after")
-    }
+    done = start(tmp_path, TRAINS)
     for word in ("split", "within", "after"):
-        assert found[word][0] == found[word][1] != [], found
+        first, second = lines(done, word)
+        assert first == second != [], done.stdout
 
 
 IMPORTS = """
