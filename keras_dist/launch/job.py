@@ -1,7 +1,8 @@
 """A job on one host or on several: one launcher on each, and the store on the first.
 
-All launchers run the same lines: each runs the ranks of its host, and gives the others
-its report. The first one makes the verdict of the reports of all.
+All launchers run the same lines: they meet, each runs the ranks of its host, processes
+of `monitor/rank_process.py`, which runs the script, and gives the others its report.
+The first one makes the verdict of the reports of all.
 """
 
 import io

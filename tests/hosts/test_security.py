@@ -5,9 +5,8 @@ import socket
 import sys
 from pathlib import Path
 
-import pytest
 from network import LAUNCH, until
-from test_rdzv import SECRET
+from test_rdzv import meet, outputs
 
 SSH, CLOSED = 22, 9
 
@@ -73,11 +72,6 @@ for port in ports:
     print(json.dumps([port, {"plain": sorted(map(str, answers)), "secret": secret}]))
 """
 
-_OPTIONS = {
-    "ssh": [],
-    "meet": ["--nnodes", 2, "--rdzv", "{first}:29400", "--node-rank"],
-}
-
 
 def listening(net, name):
     """The ports of TCP on which processes of a host listen, and the addresses."""
@@ -91,20 +85,6 @@ def listening(net, name):
                 own = socket.inet_ntoa(bytes.fromhex(address[:8])[::-1])
                 found[int(port, 16)] = own if table == "tcp" else address
     return found
-
-
-def started(net, way, hosts, *words):
-    """A job on two hosts."""
-    first, second = hosts
-    options = [str(word).format(first=first) for word in _OPTIONS[way]]
-    if way == "meet":
-        return [
-            net.start(host, [*LAUNCH, *options, number, *words], env=SECRET)
-            for number, host in enumerate(hosts)
-        ]
-    return [
-        net.start(first, [*LAUNCH, *options, "-H", f"{first}:1,{second}:1", *words])
-    ]
 
 
 def tried(net, stranger, host, ports):
@@ -127,14 +107,13 @@ print("over", flush=True)
 """
 
 
-@pytest.mark.parametrize("way", _OPTIONS)
-def test_a_stranger_is_refused_by_every_open_port_of_a_job(net, shared, way):
+def test_a_stranger_is_refused_by_every_open_port_of_a_job(net, shared):
     """From a third host: those that its processes have in truth; the job goes on."""
-    folder = shared / f"open.{way}"
+    folder = shared / "open"
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_WAITS)
-    jobs = started(net, way, "ab", script, folder)
+    jobs = meet(net, "ab", script, folder)
     there = [folder / f"there.{rank}" for rank in (0, 1)]
     until(lambda: all(file.exists() for file in there), "the ranks", 60)
     ports = {name: listening(net, name) for name in "ab"}
@@ -149,9 +128,7 @@ def test_a_stranger_is_refused_by_every_open_port_of_a_job(net, shared, way):
             assert {s for s in answers["plain"] if s[0].isdecimal()} == {"403"}
             assert "refuses this one" in answers["secret"], answers
     (folder / "end").touch()
-    outputs = [job.communicate(timeout=60) for job in jobs]
-    assert [job.returncode for job in jobs] == [0] * len(jobs), outputs
-    assert "".join(stdout for stdout, _ in outputs).count("over") == 2
+    assert outputs(jobs)[0].count("over") == 2
 
 
 def test_nothing_but_the_store_listens_when_the_ranks_have_connected(net, shared):
@@ -160,7 +137,7 @@ def test_nothing_but_the_store_listens_when_the_ranks_have_connected(net, shared
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(_CONNECTS)
-    (job,) = started(net, "ssh", "ab", script, folder)
+    job = net.start("a", [*LAUNCH, "-H", "a:1,b:1", script, folder])
     there = [folder / f"there.{rank}" for rank in (0, 1)]
     until(lambda: all(file.exists() for file in there), "the ranks", 60)
     (store,) = listening(net, "a")

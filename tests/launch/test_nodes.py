@@ -226,21 +226,6 @@ def test_a_launcher_that_another_one_has_started_several_times_is_an_error():
     assert "Received: rank 1 of 2 from RANK, WORLD_SIZE," in done.stderr
 
 
-def test_hosts_of_an_environment_run_as_one_job(tmp_path, monkeypatch):
-    """Two commands on this machine, told apart by their variables alone."""
-    script = tmp_path / "script.py"
-    script.write_text(_PRINTS)
-    monkeypatch.setenv("KERAS_DIST_NNODES", "2")
-    monkeypatch.setenv("KERAS_DIST_RDZV", f"127.0.0.1:{free_port()}")
-    processes = []
-    for number in (0, 1):
-        monkeypatch.setenv("JOB_COMPLETION_INDEX", str(number))
-        processes.append(command("-np", 1, script))
-    found = ended(processes)
-    assert [code for code, _, _ in found] == [0, 0], found
-    assert [printed for _, printed, _ in found] == ["0 2 1\n", "[1] 1 2 1\n"]
-
-
 def test_the_command_for_kubeflow_runs_as_one_job(tmp_path):
     """With the variables that the runtime sets on each node."""
     script = tmp_path / "digits.py"
