@@ -15,7 +15,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from signal import SIGHUP, SIGUSR1
 from typing import Any
 
 from keras_dist.clusters import Place
@@ -74,8 +73,8 @@ def run_job(
         ValueError: If the hosts cannot meet.
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    job, others = secrets.token_hex(8), [SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
-    with reaper(job):  # is forked, so before the first thread
+    others = [signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
+    with reaper(job := secrets.token_hex(8)):  # is forked, so before the first thread
         stopped = note_signals(*others)
         if over_ssh:
             threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
@@ -109,7 +108,7 @@ def _read_signals(stopped: list[int]) -> None:
     lines = io.FileIO(0, closefd=False)
     for line in iter(lines.readline, b""):
         stopped.append(int(line))
-    stopped.append(SIGHUP)
+    stopped.append(signal.SIGHUP)
 
 
 def _describe_stop(number: int, where: str = "", *, has_saved: bool = False) -> str:
@@ -155,7 +154,7 @@ class _Host:
             except (OSError, RuntimeError, ValueError) as error:
                 report = Report(error=str(error))
             if self.meeting.is_cut:
-                return 128 + SIGHUP
+                return 128 + signal.SIGHUP
             received = self.meeting.signals.get(self.number, 0)
             end = self.meeting.gather(
                 f"report.{start}",
@@ -177,7 +176,7 @@ class _Host:
             return saving[0]
         found = map(parse_report, self.meeting.find(reports))
         have_failed = not all(report.is_finished for report in found)
-        return SIGHUP if signals or have_failed or self.meeting.lost else 0
+        return signal.SIGHUP if signals or have_failed or self.meeting.lost else 0
 
     def _judge(self, start: int, values: Sequence[Any]) -> dict[str, Any]:
         """On the first host, make the verdict: code, its first line, and what next."""

@@ -109,6 +109,7 @@ class Meeting:
             time.sleep(_TICK)
         self.nonce = nonce
         if self._size > 1:
+            self._put(f"beat.{self._number}", [0])  # so that the first one waits for it
             self._thread.start()
         return self
 
