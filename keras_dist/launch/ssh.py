@@ -36,9 +36,8 @@ _NOT_PASSED_ON = re.compile(
 # Ports of the job's store that nobody else is likely to use.
 _PORTS = range(20_000, 30_000)
 
-# Seconds in which all commands end after one has; after that of the first host, which
-# waits for the others; and after the end of their input.
-_TOGETHER_SECONDS, _FIRST_SECONDS, _END_SECONDS, _TICK = 3.0, 1.0, 2.0, 0.1
+# Seconds in which all commands end after one has; and after the end of their input.
+_TOGETHER_SECONDS, _END_SECONDS, _TICK = 3.0, 2.0, 0.1
 
 # The exit code of ssh where the connection, or the command, was lost.
 _LOST = 255
@@ -123,11 +122,9 @@ def _wait(
         codes = {host: code for host, code in polled.items() if code is not None}
         begin = (begin or time.monotonic()) if codes else 0.0
         code = codes.get(first, _LOST)
-        passed = time.monotonic() - begin if begin else 0.0
-        is_over = code != _LOST and passed > _FIRST_SECONDS
-        if is_over or len(codes) == len(commands):
-            return code  # all know that of the job
-        if passed > _TOGETHER_SECONDS:
+        if 0 <= code != _LOST or len(codes) == len(commands):
+            return code  # that of the job: the first host waits until all know it
+        if begin and time.monotonic() - begin > _TOGETHER_SECONDS:
             host, code = next(iter(codes.items()))
             print_message(
                 f"keras-dist: the command on {host} has ended alone, or the connection "
