@@ -213,7 +213,7 @@ def _read_secret() -> str:
     if len(secret) < _SHORTEST_SECRET:
         received = f"{len(secret)} characters" if secret else "none"
         raise ValueError(
-            "A job on several hosts needs a secret of at least "
+            "A job with `--rdzv` needs a secret of at least "
             f"{_SHORTEST_SECRET} characters. Received: {received}. Set {SECRET} to "
             "the same value on all hosts, as from `openssl rand -hex 16`."
         )

@@ -194,8 +194,9 @@ class _Host:
         elif not all(report and report.is_finished for report in reports):
             text, code = describe_failure(reports, self.hosts)
         # After SIGTERM the one who has sent it starts the job again.
-        has_failed = code not in (0, _SAVED) and not stops and None not in reports
-        is_again = has_failed and start < self.restarts
+        saved = [e for r in reports if r for e in r.ends if e.is_saved]
+        is_over = code == 0 or stops or None in reports or (saved and code == _SAVED)
+        is_again = not is_over and start < self.restarts
         if text:
             print_message(text)
         if is_again:

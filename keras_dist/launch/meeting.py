@@ -255,7 +255,9 @@ class Meeting:
                 found = combine(values)
             except (OSError, RuntimeError, ValueError) as error:
                 found = {"error": str(error)}
-            while not self._put(name, found) and len(self.lost) < self._size - 1:
+            while not self._put(name, found):
+                if self.is_cut or len(self.lost) == self._size - 1:
+                    break
                 time.sleep(_TICK)
         while (result := self._values.get(name)) is None:
             if 0 in self.lost:

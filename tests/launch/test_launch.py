@@ -251,6 +251,9 @@ def test_ranks_that_were_asked_to_end_are_not_started_again(tmp_path):
     done = start("-np", 2, "--restarts", 1, script)
     assert done.returncode == 75
     assert "asked to end by SIGTERM" in done.stderr and "start 2" not in done.stderr
+    script.write_text("raise SystemExit(75)")  # by itself
+    done = start("-np", 2, "--restarts", 1, script)
+    assert done.returncode == 75 and "start 2 of at most 2" in done.stderr
 
 
 def test_a_dry_run_tells_what_would_start(tmp_path):
