@@ -97,7 +97,8 @@ class AverageStatistics(keras.callbacks.Callback):
         """Restore the state of a checkpoint; called before the first step."""
         self._has_changed = state["has_changed"]
         # On another number of ranks, all begin with what was added up until then.
-        self._loaded = state["before"] if state["size"] == comm.size() else []
+        size = state.get("size", comm.size())  # which older checkpoints do not have
+        self._loaded = state["before"] if size == comm.size() else []
 
 
 def variables_by_rule(model: Any) -> dict[str, list[Any]]:

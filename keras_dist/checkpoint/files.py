@@ -27,6 +27,9 @@ _locked: set[str] = set()  # by this process
 _LAST_LINE = b"\nkeras_dist checkpoint 3, sha256 "
 _LAST_BYTES = len(_LAST_LINE) + 64 + 1
 
+# Seconds between attempts to read a file: a server of files may have to start again.
+_WAITS = (0.2, 1.0, 3.0)
+
 
 class DamagedError(ValueError):
     """The content of a file is not that of a checkpoint as it was written."""
@@ -68,7 +71,7 @@ class Folder:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise self._used_by(file.read(4096).strip(), path) from None
+                    raise self._used_by(file.read(4096), path) from None
                 if error.errno not in _NO_LOCKS:
                     raise
                 warnings.warn(
@@ -80,8 +83,7 @@ class Folder:
             begin = time.strftime("%Y-%m-%d %H:%M:%S")
             holder = f"process {os.getpid()} on host {os.uname().nodename}, "
             file.truncate(0)
-            # As many bytes as a small checkpoint: a full disk is an error now.
-            file.write(f"{holder}since {begin}".ljust(4096))
+            file.write(f"{holder}since {begin}")
             file.flush()
             _locked.add(path)
             try:
@@ -190,12 +192,9 @@ def read(path: str) -> Any:
 
     Raises:
         DamagedError: If it is not as it was written.
-        OSError: If it cannot be read.
+        OSError: If it cannot be read, also after some seconds.
     """
-    with open(path, "rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        content = file.read(max(0, num_bytes - _LAST_BYTES))
-        last_line = file.read()
+    content, last_line = _read_patiently(path)
     if not last_line.startswith(_LAST_LINE):
         raise DamagedError(
             "it does not end as a checkpoint of format 3 does, which this version of "
@@ -203,6 +202,7 @@ def read(path: str) -> Any:
         )
     found = hashlib.sha256(content).hexdigest().encode()
     if last_line != _LAST_LINE + found + b"\n":
+        num_bytes = len(content) + _LAST_BYTES
         raise DamagedError(f"its {num_bytes} bytes do not match its checksum")
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
@@ -212,6 +212,21 @@ def read(path: str) -> Any:
     # With a valid checksum and any content, of which reading raises anything.
     except Exception as error:
         raise DamagedError(f"it is not a checkpoint ({error})") from None
+
+
+def _read_patiently(path: str) -> tuple[bytes, bytes]:
+    """Return all of a file but its last line, and that line."""
+    waits = list(_WAITS)
+    while True:
+        try:
+            with open(path, "rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                return file.read(max(0, num_bytes - _LAST_BYTES)), file.read()
+        except OSError as error:
+            if not waits:
+                error.filename = path  # which an error of `file.read` does not have
+                raise
+            time.sleep(waits.pop(0))
 
 
 def to_json(value: Any) -> Any:

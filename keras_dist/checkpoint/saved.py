@@ -190,7 +190,9 @@ def on_first_rank(path: str) -> Iterator[bool]:
 
 
 def _check_shared(path: str) -> None:
-    """Check that all ranks see the first rank's folder; all ranks call this.
+    """Check that all ranks see what the first one writes; all ranks call this.
+
+    A full disk is an error now, and not after the first epoch.
 
     The ranks of the next start may be on other hosts: any of them may be the first one.
     """
@@ -198,7 +200,7 @@ def _check_shared(path: str) -> None:
     marker = os.path.join(path, name)
     with on_first_rank(path) as is_first:
         if is_first:
-            open(marker, "xb").close()
+            _write_marker(marker)
     everyone = comm.gather((_sees(marker), os.uname().nodename))
     with on_first_rank(path) as is_first:
         if is_first:
@@ -213,6 +215,18 @@ def _check_shared(path: str) -> None:
             f"on {', '.join(dict.fromkeys(hosts))}. Pass a folder on a file system "
             "that is mounted on all hosts, with the same path."
         )
+
+
+def _write_marker(path: str) -> None:
+    try:
+        with open(path, "xb") as file:
+            file.write(b"\0" * 4096)  # as a small checkpoint
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        raise
 
 
 def _sees(path: str) -> bool:

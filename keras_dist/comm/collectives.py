@@ -3,6 +3,7 @@
 Every rank calls the same ones in the same order. On one rank they return their input.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -15,8 +16,11 @@ import tensorflow as tf
 from keras_dist.comm import runtime, transport
 from keras_dist.launch.signing import sign, verify
 
-# Variables of fewer bytes are broadcast together.
-_PACKED = 2**16
+# Variables of fewer bytes are broadcast together, in messages of about so many.
+_PACKED, _MESSAGE = 2**16, 2**20
+
+# Dtypes that Horovod broadcasts, by their bytes: others are sent as their bits.
+_WORDS = {1: tf.uint8, 2: tf.float16, 4: tf.float32, 8: tf.float64}
 
 # The length that stands before each message of a gather.
 _LENGTH_BYTES = 8
@@ -116,10 +120,14 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
     if link is None:
         return own
     if _is_tensor(value):
-        tensor = _tensor(value)
-        wire, name = sendable(tensor), name_of("broadcast")
+        own = _tensor(value)
+        dtype = own.dtype
+        if dtype == tf.bool:
+            return tf.cast(broadcast(tf.cast(own, tf.uint8), root_rank), tf.bool)
+        wire = _hide(tf.bitcast(own, _WORDS[dtype.real_dtype.size]))
+        name = name_of("broadcast")
         result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
-        return tf.cast(result, tensor.dtype)
+        return tf.bitcast(result, dtype)
     message = sign(value if world.rank == root_rank else None)
     return verify(_gather_bytes(message, _allgather_bytes)[root_rank])
 
@@ -167,8 +175,8 @@ def to_array(value: Any) -> np.ndarray:
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     """Assign the values of `root_rank` to the variables of every rank.
 
-    Large ones are sent one after the other, so that the memory needed beside the model
-    is that of the largest.
+    Large ones are sent one after the other, and small ones in messages of 1 MiB: so the
+    memory needed beside the model is that of some messages, or of the largest variable.
 
     Args:
         variables: Keras variables, of the same shapes and dtypes on every rank.
@@ -177,16 +185,19 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     link, world = runtime.connection()
     if link is None:
         return
-    sizes = [math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables]
-    pairs = list(zip(variables, sizes, strict=True))
-    small = [variable for variable, size in pairs if size < _PACKED]
-    if small:
+    small = [variable for variable in variables if _num_bytes(variable) < _PACKED]
+    ends = itertools.accumulate(map(_num_bytes, small))
+    messages: dict[int, list[Any]] = {}
+    for variable, end in zip(small, ends, strict=True):
+        messages.setdefault(end // _MESSAGE, []).append(variable)
+    for message in messages.values():
         is_root = world.rank == root_rank
-        sent = [to_array(variable) for variable in small] if is_root else None
-        for variable, value in zip(small, broadcast(sent, root_rank), strict=True):
+        sent = [to_array(variable) for variable in message] if is_root else None
+        for variable, value in zip(message, broadcast(sent, root_rank), strict=True):
             variable.assign(value)
-    for variable in (variable for variable, size in pairs if size >= _PACKED):
-        variable.assign(broadcast(variable, root_rank))
+    for variable in variables:
+        if _num_bytes(variable) >= _PACKED:
+            variable.assign(broadcast(variable, root_rank))
 
 
 def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
@@ -278,7 +289,9 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    result = transport.allgather(link, sendable(tensor), name=name)
+    # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
+    wire = _hide(tensor) if tensor.dtype == tf.int32 else sendable(tensor)
+    result = transport.allgather(link, wire, name=name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -325,18 +338,25 @@ def _outermost_graph() -> Any:
 
 
 def sendable(tensor: Any) -> Any:
-    """Cast a tensor to a dtype that Horovod can send, and hide that it is constant.
+    """Cast a tensor to a dtype that Horovod can sum, and hide that it is constant.
 
-    Horovod sends no bfloat16, no bool, and no small or unsigned integers. And while
-    TensorFlow traces, it computes what depends on constants alone, a collective too,
-    and not at the same time on all ranks.
+    Horovod sums no bfloat16, no bool, and no small or unsigned integers. A complex
+    tensor, which it does not sum, either, is an error there.
     """
     dtype = tensor.dtype
     if dtype in (tf.bfloat16, tf.float16):
         dtype = tf.float32
-    elif not (dtype.is_floating or dtype == tf.int32):
+    elif not (dtype.is_floating or dtype.is_complex):
         dtype = tf.int64
-    tensor = tf.cast(tensor, dtype)
+    return _hide(tf.cast(tensor, dtype))
+
+
+def _hide(tensor: Any) -> Any:
+    """Hide from TensorFlow that a tensor is constant.
+
+    While it traces, it computes what depends on constants alone, a collective too, and
+    not at the same time on all ranks.
+    """
     if tf.executing_eagerly():
         return tensor
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
@@ -379,6 +399,10 @@ def _gather_bytes(message: bytes, run: Callable[[Any], Any]) -> list[bytes]:
 def _allgather_bytes(own: Any, name: str = "keras_dist.gather") -> Any:
     link, _ = runtime.connection()
     return own if link is None else transport.allgather(link, own, name=name)
+
+
+def _num_bytes(variable: Any) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def _is_tensor(value: Any) -> bool:

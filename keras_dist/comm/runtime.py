@@ -35,12 +35,14 @@ class _Runtime:
         world: Set by `start`; `None` before.
         link: Set by `start`; `None` on one rank.
         has_ended: Set by `stop`, on several ranks.
+        failure: Why the ranks could not meet: they do not try again.
     """
 
     device: Device | None = None
     world: World | None = None
     link: ModuleType | None = field(default=None, repr=False)
     has_ended: bool = False
+    failure: RuntimeError | None = None
 
 
 _runtime = _Runtime()
@@ -120,8 +122,14 @@ def start() -> World:
                     "again: it would crash. Received: a call that needs the other "
                     "ranks. Call `shutdown` at the end of the script."
                 )
+            if _runtime.failure is not None:
+                raise _runtime.failure
             if place.address:
-                meet(place)
+                try:
+                    meet(place)
+                except RuntimeError as error:
+                    _runtime.failure = error
+                    raise
                 _mark_process()
             _runtime.world = _connect(place)
     return _runtime.world

@@ -10,8 +10,8 @@ differs.
 - `callbacks`: Horovod's callbacks, with the ones for learning rates
 - `loading`: `load_model`; what `compile` does more
 
-Process sets, what Horovod was built with, the timeline, `alltoall`, `reducescatter` and
-`join` are Horovod's own.
+Process sets, what Horovod was built with, the timeline, `alltoall` and `join` are
+Horovod's own.
 """
 
 import os
@@ -35,7 +35,10 @@ from keras_dist.horovod.collectives import (
     broadcast,
     broadcast_object,
     broadcast_variables,
+    grouped_allgather,
     grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
 )
 from keras_dist.horovod.loading import install, load_model
 from keras_dist.horovod.optimizer import (
@@ -62,13 +65,16 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
     "rank",
+    "reducescatter",
     "shutdown",
     "size",
 ]
@@ -82,8 +88,7 @@ FROM_HOROVOD = frozenset(
         *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
         *("ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
         *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built"),
-        *("alltoall", "broadcast_global_variables", "grouped_allgather", "join"),
-        *("grouped_reducescatter", "reducescatter"),
+        *("alltoall", "broadcast_global_variables", "join"),
         *("cross_rank", "cross_size", "is_homogeneous"),
         *("rocm_built", "start_timeline", "stop_timeline"),
     }

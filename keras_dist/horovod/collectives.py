@@ -160,9 +160,43 @@ def broadcast(
     return _run("broadcast", value, {**options, "root_rank": root_rank})
 
 
+@no_autograph
+def reducescatter(
+    value: Any, name: str | None = None, op: int = Average, **options: Any
+) -> Any:
+    """Combine the values of all ranks, and return this rank's rows of the result.
+
+    Args:
+        value: As in `allreduce`, with at least one axis.
+        name: Not used.
+        op: `Average` or `Sum`.
+        **options: Others of `horovod.tensorflow.reducescatter`.
+
+    Returns:
+        A tensor with consecutive rows; where they cannot be divided equally, the first
+        ranks have one more.
+
+    Example:
+
+    >>> reducescatter([[1.0], [2.0]]).numpy().tolist()  # on one rank: all rows
+    [[1.0], [2.0]]
+    """
+    return _run("reducescatter", value, {**options, "op": reduction(op)})
+
+
 def grouped_allreduce(tensors: Iterable[Any], **options: Any) -> list[Any]:
     """Return a list with the `allreduce` of each of several tensors, of any dtypes."""
     return [allreduce(tensor, **options) for tensor in tensors]
+
+
+def grouped_allgather(tensors: Iterable[Any], **options: Any) -> list[Any]:
+    """Return a list with the `allgather` of each of several tensors."""
+    return [allgather(tensor, **options) for tensor in tensors]
+
+
+def grouped_reducescatter(tensors: Iterable[Any], **options: Any) -> list[Any]:
+    """Return a list with the `reducescatter` of each of several tensors."""
+    return [reducescatter(tensor, **options) for tensor in tensors]
 
 
 def _run(function: str, value: Any, options: dict[str, Any]) -> Any:

@@ -150,7 +150,8 @@ def move_to_outermost(outer: Any) -> None:
     """Let the outermost optimizer average, if one inside of it does so far."""
     optimizer.move_to_outermost(outer)
     for part in optimizer.nested_optimizers(outer)[1:]:
-        if mixin.has(part, AppliesLikeHorovod):
+        is_ours = mixin.has(part, AppliesLikeHorovod)
+        if is_ours and not mixin.has(outer, AppliesLikeHorovod):
             passes = Passes(is_dense=part._passes.is_dense)
             object.__setattr__(outer, "_passes", passes)
             mixin.add(outer, AppliesLikeHorovod)

@@ -3,6 +3,7 @@
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import keras
@@ -58,8 +59,12 @@ def _held_by(value: Any) -> Iterable[Any]:
     """List what is in a container, or the attributes of an object."""
     if isinstance(value, (list, tuple, deque)):
         return list(value)
-    is_mapping = isinstance(value, Mapping)
-    return list((value if is_mapping else getattr(value, "__dict__", {})).values())
+    if isinstance(value, Mapping):
+        return list(value.values())
+    members = (vars(cls).items() for cls in type(value).__mro__)
+    slots = [n for n, m in chain(*members) if isinstance(m, types.MemberDescriptorType)]
+    in_slots = [getattr(value, name, None) for name in slots]
+    return [*getattr(value, "__dict__", {}).values(), *in_slots]
 
 
 def leaves(optimizer: Any) -> list[Any]:

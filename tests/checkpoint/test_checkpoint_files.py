@@ -153,16 +153,26 @@ def test_a_file_of_another_format_is_not_taken_for_an_empty_folder(folder):
         files.Folder(folder.path).newest()
 
 
-def test_a_file_that_cannot_be_read_now_is_not_damaged(folder, monkeypatch):
-    """An error names it, and nothing overwrites it."""
+@pytest.mark.parametrize("failures", [1, 99])
+def test_a_file_that_cannot_be_read_now_is_not_damaged(folder, monkeypatch, failures):
+    """It is read again; then an error names it, and nothing overwrites it."""
     newest = folder.file(folder.number)
+    opened = []
 
-    def fail(path, *args, **kwargs):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+    def fail_at_first(path, *args, **kwargs):
+        opened.append(path)
+        if len(opened) <= failures:  # as `read` does, without the path
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return open(path, *args, **kwargs)
 
-    monkeypatch.setattr(files, "open", fail, raising=False)
-    with pytest.raises(OSError, match=f"Stale file handle: '{newest}'"):
-        files.Folder(folder.path).newest()
+    monkeypatch.setattr(files, "open", fail_at_first, raising=False)
+    monkeypatch.setattr(files, "_WAITS", (0.0, 0.0))
+    if failures == 1:
+        assert counted(folder) == (2, 0)
+    else:
+        with pytest.raises(OSError, match=f"Stale file handle: '{newest}'"):
+            files.Folder(folder.path).newest()
+    assert opened == [newest] * min(failures + 1, 3)
 
 
 def test_no_link_is_followed(folder, tmp_path):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_dist
 from keras_dist import optimizer
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.states import CallbackStates
@@ -99,6 +100,13 @@ def test_callbacks_restore_attributes_that_have_changed(written):
     assert (again[0].wait, again[0].best, again[0].patience) == (2, 0.25, 5)
     assert again[0].best_weights[0].tolist() == [0, 1, 2]
     assert again[1].secret == {7} and again[2].wait == 0
+
+
+def test_statistics_of_a_checkpoint_without_their_number_of_ranks_are_loaded():
+    """Checkpoints of 1.0.0's first days do not have it."""
+    statistics = keras_dist.AverageStatistics()
+    statistics.load_state_dict({"has_changed": True, "before": [7]})
+    assert statistics._loaded == [7]
 
 
 class Clocks(keras.callbacks.Callback):

@@ -8,7 +8,9 @@ import sys
 import pytest
 from launch import PYTHONPATH
 
-from keras_dist.comm import settings
+from keras_dist.clusters import Place
+from keras_dist.comm import runtime, settings
+from keras_dist.comm.devices import Device
 from keras_dist.comm.world import check_not_elastic, check_not_stranded
 
 # Variables of two tasks, as each program sets them for the second one.
@@ -84,6 +86,24 @@ def test_init_raises_before_anything_is_trained():
     assert "HOROVOD_ELASTIC=1" in elastic and "--restarts" in elastic
     assert "started 2 processes, but Horovod connects 1" in mpirun
     assert "keras-dist install-horovod --mpi" in mpirun
+
+
+def test_ranks_that_have_not_met_do_not_try_again(monkeypatch):
+    """A later call, as in the user's `finally`, has the same error at once."""
+    tried = []
+
+    def fail(place):
+        tried.append(place)
+        raise RuntimeError("Rank 1 is missing.")
+
+    place = Place("torchrun", 0, 2, address="localhost")
+    monkeypatch.setattr(runtime, "_runtime", runtime._Runtime(device=Device()))
+    monkeypatch.setattr(runtime, "find_place", lambda: place)
+    monkeypatch.setattr(runtime, "meet", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Rank 1 is missing"):
+            runtime.rank()
+    assert tried == [place]
 
 
 _BRIDGES = ["lo", "eth0", "docker0"]

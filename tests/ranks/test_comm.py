@@ -178,12 +178,22 @@ def test_objects_are_broadcast_and_gathered(world):
     tensor = tf.constant([world.rank, 5], tf.bfloat16)
     assert keras_dist.broadcast(tensor, last).numpy().tolist() == [last, 5]
     assert [float(each) for each in keras_dist.gather(tensor[1])] == [5.0] * world.size
+    for dtype in ("bool", "uint8", "int16", "uint32", "int64", "float16", "float64"):
+        tensor = tf.cast([world.rank, 5], dtype)
+        sent = keras_dist.broadcast(tensor, last)
+        expected = tf.cast([last, 5], dtype).numpy().tolist()
+        assert sent.dtype == dtype and sent.numpy().tolist() == expected
+    for dtype in ("complex64", "complex128"):
+        tensor = tf.constant([world.rank + 0.5j, 1.5], dtype)
+        assert keras_dist.broadcast(tensor, last).numpy().tolist() == [last + 0.5j, 1.5]
 
 
 def test_variables_are_broadcast_alone_and_packed(world, monkeypatch):
     """A large one as it is, others packed; of every dtype that a model has."""
     monkeypatch.setattr("keras_dist.comm.collectives._PACKED", 30)
+    monkeypatch.setattr("keras_dist.comm.collectives._MESSAGE", 24)
     kinds = (("float32", 9), ("float32", 2), ("int32", 3), ("bfloat16", 20))
+    kinds += (("uint8", 40), ("int32", 4), ("int32", 8), ("float16", 4))
     variables = [
         keras.Variable(np.full(length, world.rank + index), dtype=dtype)
         for index, (dtype, length) in enumerate(kinds)

@@ -150,7 +150,14 @@ def test_collectives_take_numbers_lists_arrays_tensors_and_variables():
     assert float(hvd.allreduce(2.0, op=hvd.Product)) == 2.0**size
     half = hvd.allreduce([1 / 3], compression=hvd.Compression.fp16)
     np.testing.assert_allclose(half, [1 / 3], rtol=1e-3)
+    large = hvd.allreduce(tf.constant([1_500_000_000], tf.int32))  # not summed in int32
+    assert large.dtype == tf.int32 and large.numpy().tolist() == [1_500_000_000]
     assert [float(x) for x in hvd.grouped_allreduce([1.0, float(rank)])] == [1, mean]
+    lengths = [len(rows) for rows in hvd.grouped_allgather([[1], [1, 2]])]
+    assert lengths == [size, 2 * size]
+    rows = np.arange(size * 2, dtype="float32")
+    half = hvd.grouped_reducescatter([rows], compression=hvd.Compression.fp16)
+    assert half[0].numpy().tolist() == [2 * rank, 2 * rank + 1]
     if size > 1:
         rows = hvd.alltoall(tf.constant([[rank, other] for other in range(size)]))
         assert rows.numpy().tolist() == [[other, rank] for other in range(size)]
@@ -162,7 +169,8 @@ def test_horovods_numbers_of_operations_are_taken():
     """Average is 0, Sum 1, Min 3, …, as in Horovod."""
     names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
     assert [getattr(hvd, name) for name in names] == list(range(6))
-    assert float(hvd.allreduce(1.0, op=1)) == hvd.size()
+    rows = np.ones(hvd.size(), "float32")
+    assert hvd.reducescatter(rows, op=1).numpy().tolist() == [hvd.size()]
     for op in (6, -1, True, "sum"):
         with pytest.raises(ValueError, match="`op` must be"):
             hvd.allreduce(1.0, op=op)
@@ -195,6 +203,8 @@ def test_a_mismatch_is_an_error_and_not_a_hang():
         hvd.allreduce(np.zeros(2 + hvd.rank(), "float32"))
     with pytest.raises(ValueError, match="allreduce of .* broadcast of|broadcast of"):
         hvd.allreduce(1.0) if hvd.rank() else hvd.broadcast(1.0, 0)
+    with pytest.raises(ValueError, match="reducescatter of float32 .4,."):
+        hvd.reducescatter(np.zeros(4 + hvd.rank(), "float32"))
     with pytest.raises(ValueError, match="disagree on the collective"):
         hvd.allgather_object(1) if hvd.rank() else hvd.broadcast_object(1, 0)
     with pytest.raises(tf.errors.FailedPreconditionError, match="Mismatched"):
@@ -360,6 +370,20 @@ def test_mixed_precision_averages_in_the_outermost_optimizer():
     assert_equal_on_all(model)
     assert float(model.optimizer.dynamic_scale) == scale / 2
     assert int(model.optimizer.iterations) == 2
+
+
+def test_an_outermost_optimizer_keeps_its_own_passes():
+    """Where one inside of it is Horovod's, too."""
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    outer = hvd.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(inner), backward_passes_per_step=2
+    )
+    model = make()
+    model.compile(outer, "mse")
+    before = model.get_weights()
+    model.fit(*rows_of(hvd.rank(), count=8), batch_size=8, verbose=0)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_mixed_precision_does_not_add_gradients_of_a_tape_again():

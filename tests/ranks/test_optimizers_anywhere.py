@@ -1,7 +1,6 @@
 """Optimizers of a custom train step are averaged wherever the model keeps them."""
 
 import dataclasses
-import types
 
 import keras
 import numpy as np
@@ -21,6 +20,13 @@ class Pair:
 
     generator: object
     critics: list
+
+
+@dataclasses.dataclass(slots=True)
+class WithSlots:
+    """Another one, without a `__dict__`."""
+
+    inner: object
 
 
 class InLayer(keras.layers.Layer):
@@ -82,7 +88,7 @@ def in_object(model, one, two):
 
 
 def in_layer(model, one, two):
-    model.held = types.SimpleNamespace(inner=InLayer({"both": [one, two]}))
+    model.held = WithSlots(InLayer({"both": [one, two]}))
     return lambda model: model.held.inner.kept["both"]
 
 

@@ -348,9 +348,10 @@ def test_a_full_disk_is_a_warning_and_costs_no_checkpoint(folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:
         with pytest.raises(RuntimeError, match="File too large"):
-            small(f"{folder}/none")
+            small(f"{folder}/none")  # before it trains
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert os.listdir(f"{folder}/none") == [".checkpoint.lock"]
 
 
 @pytest.mark.several_ranks
