@@ -35,6 +35,7 @@ from keras_dist.setup.arguments import (
 from keras_dist.setup.fit_setup import FitSetup, check_model, prepare
 from keras_dist.training.install import evaluate_on_all, train_on_all, turn_off_tuning
 from keras_dist.training.predict import each_batch, predict_in_turns
+from keras_dist.training.rows import most_mib
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
 from keras_dist.training.step import DistributedStep
@@ -155,6 +156,7 @@ def train(
     """
     with comm.together():
         check_model(model)
+        most_mib()
         options = options.resolved()
         given = sources.make_sources(given, options.shard)
     draws.begin_fit(comm.broadcast(draws.get_states()))

@@ -10,6 +10,7 @@ In an evaluation, while a model is built, and on one rank, they communicate noth
 there they are the plain sum, the plain mean, and the identity.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -127,8 +128,8 @@ def gather_rows(z: Any) -> Any:
         The same structure; `z` itself on one rank, and in an evaluation.
 
     Raises:
-        ValueError: If `z` has another number of rows than the batch of `dist_fit`;
-            `tf.errors.InvalidArgumentError` if that is only known when the step runs.
+        tf.errors.InvalidArgumentError: If `z` has another number of rows than the batch
+            of `dist_fit`; `ValueError` for a scalar.
 
     Example:
 
@@ -253,7 +254,8 @@ def _check_rows(tensor: Any, context: step_context.StepContext) -> Any:
         "`gather_rows` takes a tensor with one entry for each row of the batch, "
         "since it puts the rows of all ranks in the order of the global batch. "
         "Gather parts of another length one by one. "
-        f"Received: a tensor of shape {tensor.shape}."
+        f"Received: a tensor of shape {tensor.shape}, which has not the rows of the "
+        "batch."
     )
     if tensor.shape.rank == 0:
         raise ValueError(message)
@@ -276,7 +278,7 @@ def _why_not_gathered(
         return f"rows of the shapes {shapes}, which may differ from rank to rank"
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return f"targets and predictions of the shapes {shapes}"
-    limit = float(os.environ.get(VARIABLE, 16))
+    limit = most_mib()
     mib = sum(map(row_bytes, tensors)) * (context.global_rows or 0) / 2**20
     if mib > limit:
         return (
@@ -284,6 +286,22 @@ def _why_not_gathered(
             f"{limit:g} MiB are sent to all ranks ({VARIABLE})"
         )
     return None
+
+
+def most_mib() -> float:
+    """Return the MiB that a step may gather.
+
+    Raises:
+        ValueError: If the variable holds no number of at least 0.
+    """
+    text = os.environ.get(VARIABLE, "16")
+    with contextlib.suppress(ValueError):
+        if (limit := float(text)) >= 0:
+            return limit
+    raise ValueError(
+        f"`{VARIABLE}` must be a number of MiB. Received: {VARIABLE}={text!r}. Set it "
+        "to 0 or more, or unset it."
+    )
 
 
 def row_bytes(tensor: Any) -> int:

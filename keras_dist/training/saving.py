@@ -227,9 +227,7 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         or not os.path.isdir(folder)
     ):
         return own(*call.args, **call.kwargs)  # or Keras raises its own error
-    # Of this process alone: another job may save the same path.
-    draft = tempfile.mkdtemp(prefix=".keras_dist.", dir=folder)
-    try:
+    with _make_draft(folder) as draft:
         made = os.path.join(draft, name)
         if path.endswith((".h5", ".hdf5")):
             _reserve(made, call.args[0])
@@ -242,9 +240,35 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
                 _move_files(draft, folder)
             elif not os.path.exists(target):
                 os.rename(made, target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return result
+
+
+@contextlib.contextmanager
+def _make_draft(folder: str) -> Iterator[str]:
+    """Context manager for a folder of this process: another job may save the path.
+
+    It is locked. What a process of this host has left that was killed is removed.
+    """
+    prefix = f".keras_dist.{socket.gethostname()}."
+    with contextlib.ExitStack() as stack:
+        with _locked(folder):
+            for name in os.listdir(folder):
+                if name.startswith(prefix):
+                    _remove_left(os.path.join(folder, name))
+            draft = tempfile.mkdtemp(prefix=prefix, dir=folder)
+            stack.callback(shutil.rmtree, draft, ignore_errors=True)
+            stack.enter_context(_locked(draft))
+        yield draft
+
+
+def _remove_left(draft: str) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(draft, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(draft, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def _reserve(path: str, model: Any) -> None:

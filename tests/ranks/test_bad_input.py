@@ -72,7 +72,7 @@ def test_a_model_that_tensorflow_distributes_is_an_error(world, rows, inside):
             assert "MirroredStrategy" in message
 
 
-def test_unknown_rules_and_negative_factors(world, make_model, rows):
+def test_unknown_rules_and_negative_factors(world, make_model, rows, monkeypatch):
     """Each message lists the valid rules."""
     bad = {
         "lr_scaling": ("cubic", -1.0, 0, float("inf"), lambda size: -size),
@@ -86,6 +86,10 @@ def test_unknown_rules_and_negative_factors(world, make_model, rows):
             call = fit(make_model(), *rows, steps_per_epoch=3, **{name: value})
             for message in raises_everywhere(ValueError, call):
                 assert "Received: " in message, (name, value)
+    monkeypatch.setenv("KERAS_DIST_GATHER_MIB", "16MiB")
+    for message in raises_everywhere(ValueError, fit(make_model(), *rows)):
+        assert "Received: KERAS_DIST_GATHER_MIB='16MiB'" in message
+    monkeypatch.undo()
     call = fit(make_model(), *rows, target_accuracy=0.5)
     for message in raises_everywhere(ValueError, call):
         assert "validation_data" in message
