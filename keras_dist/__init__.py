@@ -124,7 +124,7 @@ elif _missing and not TYPE_CHECKING:  # a type checker would take any name
             raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
         raise ImportError(
             f"keras_dist.{name} needs TensorFlow {version.TENSORFLOW_RANGE} and "
-            f"Keras {version.dotted(version.OLDEST_KERAS)} or newer. "
+            f"Keras {version.format_version(version.OLDEST_KERAS)} or newer. "
             f"Received: an environment without {' and '.join(_missing)}. "
             f"Run: pip install '{version.TENSORFLOW}' '{version.KERAS}'"
         )

@@ -76,7 +76,7 @@ def distribute(
     ...     history = model.fit(np.ones((8, 2)), np.ones(8), verbose=0)
     """
     options = Options(**locals())
-    options.resolved()
+    options.resolve()
     stack = contextlib.ExitStack()
     is_rank = comm.job_world().size > 1 and not comm.is_rank_child()
     if is_rank or (os.environ.get(RESUME) and not comm.is_rank_child()):

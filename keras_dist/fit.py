@@ -20,7 +20,7 @@ from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import find_keras_seed, is_arrays, lists_to_arrays
 from keras_dist.data.division import StepsRule
-from keras_dist.data.feed import Feed, raising_own_errors
+from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source
 from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
@@ -157,7 +157,7 @@ def train(
     with comm.together():
         check_model(model)
         most_mib()
-        options = options.resolved()
+        options = options.resolve()
         given = sources.make_sources(given, options.shard)
     draws.begin_fit(comm.broadcast(draws.get_states()))
     seeds_of_order = _find_order_seed(model), find_keras_seed()
@@ -179,7 +179,7 @@ def train(
         if comm.rank() == 0 and given.verbose != 0:
             show(draw_box(f"keras_dist {__version__}", setup.plan))
         with (
-            comm.explained(),
+            comm.explain_errors(),
             train_on_all(
                 model,
                 setup.training,
@@ -187,12 +187,12 @@ def train(
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
                 is_resumed=resumed is not None,
             ),
-            raising_own_errors(setup.feeds),
+            raise_own_errors(setup.feeds),
         ):
             session = session_of(model)
             session.is_verbose = given.verbose != 0
             with (
-                session.raising_on_all(),
+                session.raise_on_all(),
                 _draw_own_numbers(setup, options),
                 saving(resumed, setup) as arguments,
                 autolog_once(),
@@ -255,7 +255,7 @@ def run_loop(
         if is_override:
             loop = getattr(model, name)
         elif name == "evaluate" and mixin.has(model, DistributedStep):
-            stack.enter_context(session_of(model).evaluating())
+            stack.enter_context(session_of(model).enter_evaluation())
         return loop(**arguments)
 
 
@@ -284,7 +284,7 @@ def evaluate(
         return run_loop(model, "evaluate", given, loop)
     with comm.together():
         check_model(model)
-        options = options.resolved()
+        options = options.resolve()
         names = ("x", "y", "sample_weight")
         pieces = {name: lists_to_arrays(given[name]) for name in names}
         pieces["x"] = sources.make_source(pieces["x"], options.shard)
@@ -292,7 +292,7 @@ def evaluate(
     arguments = given | feed.arguments | _quiet(given) | {"steps": feed.keras_steps}
     arguments["callbacks"] = on_this_rank(_flat(given["callbacks"])) or None
     on_all_ranks = evaluate_on_all(model, feed)
-    with comm.explained(), on_all_ranks, raising_own_errors([feed]):
+    with comm.explain_errors(), on_all_ranks, raise_own_errors([feed]):
         return run_loop(model, "evaluate", arguments, loop)
 
 
@@ -329,7 +329,7 @@ def predict(
         _check_predict(model, gather)
         # Batches stay whole, and `steps` counts steps of one process.
         options = replace(options, batch="global", validation_steps_scaling="none")
-        options = options.resolved()
+        options = options.resolve()
         x = sources.make_source(lists_to_arrays(x), options.shard)
     is_source = isinstance(x, Source)
     is_divided = is_source and x.presharded is not None
@@ -352,7 +352,7 @@ def predict(
         return predict_rows(x.data if is_source else x, steps)
     pieces = {"x": x, "y": None, "sample_weight": None}
     feed = _make_feed("predicted", pieces, given, options)
-    with comm.explained(), raising_own_errors([feed]):
+    with comm.explain_errors(), raise_own_errors([feed]):
         if is_source and not x.is_same:
             return predict_rows(feed.data, steps)
         return predict_in_turns(feed, predict_rows, model, gather=gather)

@@ -12,19 +12,19 @@ FIRST_TENSORFLOW = (2, 18)
 LAST_TENSORFLOW = (2, 21)
 
 
-def dotted(version: tuple[int, int]) -> str:
+def format_version(version: tuple[int, int]) -> str:
     """Write a version.
 
-    >>> dotted((3, 10))
+    >>> format_version((3, 10))
     '3.10'
     """
     return ".".join(str(part) for part in version)
 
 
-def parsed(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """Return major and minor version; `()` for what is no version.
 
-    >>> [parsed(text) for text in ("3.16.0.dev2026010103", "2.22.0rc0", "unknown")]
+    >>> [parse_version(text) for text in ("3.16.0.dev2026010103", "2.22.0rc0", "none")]
     [(3, 16), (2, 22), ()]
     """
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -32,12 +32,14 @@ def parsed(version: str) -> tuple[int, ...]:
 
 
 # In sentences, and for pip.
-TENSORFLOW_RANGE = f"{dotted(FIRST_TENSORFLOW)} to {dotted(LAST_TENSORFLOW)}"
+TENSORFLOW_RANGE = (
+    f"{format_version(FIRST_TENSORFLOW)} to {format_version(LAST_TENSORFLOW)}"
+)
 TENSORFLOW = (
-    f"tensorflow>={dotted(FIRST_TENSORFLOW)},"
+    f"tensorflow>={format_version(FIRST_TENSORFLOW)},"
     f"<{LAST_TENSORFLOW[0]}.{LAST_TENSORFLOW[1] + 1}"
 )
-KERAS = f"keras>={dotted(OLDEST_KERAS)}"
+KERAS = f"keras>={format_version(OLDEST_KERAS)}"
 
 # Distributions that have the module `tensorflow`.
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
@@ -71,11 +73,11 @@ def require(package: str, version: str, oldest: tuple[int, int]) -> None:
     >>> require("Keras", "3.10.0", OLDEST_KERAS)
     >>> require("TensorFlow", "2.23.0-dev20261026", FIRST_TENSORFLOW)
     """
-    if parsed(version) < oldest:
+    if parse_version(version) < oldest:
         is_keras = package == "Keras"
         distribution = "keras" if is_keras else installed_tensorflow()[0]
         raise ImportError(
-            f"keras_dist needs {package} {dotted(oldest)} or newer. "
+            f"keras_dist needs {package} {format_version(oldest)} or newer. "
             f"Received: {package} {version}. "
-            f"Run: pip install '{distribution}>={dotted(oldest)}'"
+            f"Run: pip install '{distribution}>={format_version(oldest)}'"
         )

@@ -197,7 +197,10 @@ def test_the_extras_have_the_range_of_tensorflow():
     assert extras["tensorflow-cpu"] == [f"tensorflow-cpu{limits}"]
     assert extras["gpu"][0] == f"tensorflow[and-cuda]{limits}"
     assert not any("tensorflow" in each for each in project["dependencies"])
-    assert f"keras>={version.dotted(version.OLDEST_KERAS)}" in project["dependencies"]
+    assert (
+        f"keras>={version.format_version(version.OLDEST_KERAS)}"
+        in project["dependencies"]
+    )
 
 
 def test_the_links_of_the_readme_lead_somewhere():

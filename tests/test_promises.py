@@ -17,7 +17,7 @@ from keras_dist.version import (
     LAST_TENSORFLOW,
     OLDEST_KERAS,
     TENSORFLOW_RANGE,
-    dotted,
+    format_version,
 )
 
 sys.path.append(str(DOCS / "_ext"))
@@ -176,7 +176,7 @@ def _shown(value):
 def test_the_ranges_of_versions_are_the_same_on_every_page():
     """But for what was tried: that is in versions.md."""
     pythons = supported_pythons()
-    oldest = dotted(OLDEST_KERAS)
+    oldest = format_version(OLDEST_KERAS)
     for page, text in _TEXTS.items():
         if page in (*_HISTORY, "docs/reference/versions.md"):
             continue
@@ -195,7 +195,7 @@ def test_each_claimed_version_was_tried():
     assert {_minor(case["tensorflow"]) for case in tried} == {
         f"2.{minor}" for minor in range(FIRST_TENSORFLOW[1], LAST_TENSORFLOW[1] + 1)
     }
-    assert dotted(OLDEST_KERAS) in {_minor(case["keras"]) for case in tried}
+    assert format_version(OLDEST_KERAS) in {_minor(case["keras"]) for case in tried}
 
 
 def _minor(text):

@@ -65,7 +65,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
         )
         if None in values:
             if is_due:
-                raise _missing(self.monitor, logs, values.index(None))
+                raise _make_error(self.monitor, logs, values.index(None))
             return
         self._was_seen = True
         value = sum(values) / len(values)
@@ -79,13 +79,13 @@ class StopAtAccuracy(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._was_seen and logs:
-            raise _missing(self.monitor, logs, comm.rank())
+            raise _make_error(self.monitor, logs, comm.rank())
         # Not before the progress bar has ended its line.
         if self._line and comm.rank() == 0 and self.params.get("verbose"):
             say(self._line)
 
 
-def _missing(monitor: str, logs: dict[str, Any], rank: int) -> ValueError:
+def _make_error(monitor: str, logs: dict[str, Any], rank: int) -> ValueError:
     return ValueError(
         f"The metric {monitor!r} that StopAtAccuracy monitors is not in the logs of "
         f"rank {rank}. Received: logs with {sorted(logs)}. Pass one of these as "

@@ -63,7 +63,7 @@ class Folder:
         os.makedirs(self.path, exist_ok=True)
         path = os.path.join(os.path.realpath(self.path), ".checkpoint.lock")
         if path in _locked:  # the kernel does not refuse a process its own lock
-            raise self._used_by("another fit of this process", path)
+            raise self._make_error("another fit of this process", path)
         # Another account may have put a link there.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "r+") as file:
@@ -71,7 +71,7 @@ class Folder:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise self._used_by(file.read(4096), path) from None
+                    raise self._make_error(file.read(4096), path) from None
                 if error.errno not in _NO_LOCKS:
                     raise
                 warnings.warn(
@@ -91,7 +91,7 @@ class Folder:
             finally:
                 _locked.remove(path)
 
-    def _used_by(self, holder: str, path: str) -> RuntimeError:
+    def _make_error(self, holder: str, path: str) -> RuntimeError:
         return RuntimeError(
             "Another training writes to the folder that `resume` names. Received: "
             f"resume={self.path!r}, which is used by {holder or 'a process'}. Wait for "

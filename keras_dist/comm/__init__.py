@@ -48,5 +48,5 @@ from keras_dist.comm.runtime import (
     transport_name,
     without_collectives,
 )
-from keras_dist.comm.transport import explained
+from keras_dist.comm.transport import explain_errors
 from keras_dist.comm.world import World

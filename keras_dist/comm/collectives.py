@@ -302,7 +302,7 @@ def gather_in_thread(value: Any) -> list[Any]:
     it knows the kind alone: where Keras reads ahead, it would take one of the reading
     thread for one of an eager step.
     """
-    with transport.waiting("keras_dist.reader"):
+    with transport.record_wait("keras_dist.reader"):
         return list(map(verify, _gather_bytes(sign(value), _gather_in_graph)))
 
 

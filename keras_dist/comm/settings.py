@@ -82,7 +82,7 @@ def bridges_in(names: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def limited_start(rank: int, size: int) -> Iterator[None]:
+def limit_start(rank: int, size: int) -> Iterator[None]:
     """Context manager that ends this rank if it takes longer than the stall limit.
 
     MPI itself waits forever, and under `mpirun` there is no store in which the ranks

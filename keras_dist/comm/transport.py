@@ -40,7 +40,7 @@ def connect(launcher: str, expected: World) -> ModuleType:
     starting = contextlib.ExitStack()
     if launcher.startswith("mpirun"):
         settings.prepare(is_on_cpu=is_on_cpu)
-        starting.enter_context(settings.limited_start(expected.rank, expected.size))
+        starting.enter_context(settings.limit_start(expected.rank, expected.size))
     if is_on_cpu:
         starting.enter_context(_batch_scheduling())
     try:
@@ -138,14 +138,14 @@ def library() -> ModuleType:
 
 
 @contextlib.contextmanager
-def waiting(name: str) -> Iterator[None]:
+def record_wait(name: str) -> Iterator[None]:
     """Context manager that records a wait in a collective, and explains errors."""
-    with explained(), record.here.waiting(name):
+    with explain_errors(), record.here.wait_in(name):
         yield
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Context manager in which the end of another rank is a short error.
 
     Raises:
@@ -184,7 +184,7 @@ def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any)
     the ranks would then wait forever. So the scope is ignored.
     """
     _check_size(link, tensor)
-    with waiting(name):
+    with record_wait(name):
         options |= {"name": name, "ignore_name_scope": True}
         return getattr(link, function)(tensor, **options)
 

@@ -46,14 +46,14 @@ class Arrays:
     def of(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Arrays":
         """Make `Arrays` of pandas, NumPy, SciPy and TensorFlow values."""
 
-        def converted(leaf: Any) -> Any:
+        def convert(leaf: Any) -> Any:
             if is_scipy_sparse(leaf):
                 return leaf.tocsr()  # of which rows can be sliced
             is_usable = tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
             return leaf if leaf is None or is_usable else np.asarray(leaf)
 
         pieces = (x, y, sample_weight)
-        return cls(*(keras.tree.map_structure(converted, piece) for piece in pieces))
+        return cls(*(keras.tree.map_structure(convert, piece) for piece in pieces))
 
     @property
     def num_rows(self) -> int:
@@ -152,14 +152,14 @@ def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor
         return tf.random.shuffle(tf.range(total, dtype=tf.int64))
 
     @tf.autograph.experimental.do_not_convert
-    def shuffled(rows: tf.Tensor) -> tf.Tensor:
+    def shuffle_rows(rows: tf.Tensor) -> tf.Tensor:
         tf.compat.v1.get_default_graph().seed = seed
         return tf.random.shuffle(rows)
 
     if batch_size is None:
         data = tf.data.Dataset.range(1).map(permutation)
     else:
-        data = tf.data.Dataset.range(total).batch(batch_size).map(shuffled)
+        data = tf.data.Dataset.range(total).batch(batch_size).map(shuffle_rows)
     with tf.device("CPU:0"):
         return tf.concat(list(as_untuned(data)), 0)
 

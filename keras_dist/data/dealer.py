@@ -21,9 +21,9 @@ import tensorflow as tf
 
 from keras_dist.data.pipeline import (
     assert_length,
-    by_window,
     count_batches,
     finite_or_none,
+    join_windows,
     map_batches,
 )
 
@@ -139,7 +139,9 @@ class Dealer:
             return add_mark(batch if is_tuple else batch[0], self.rank < count)
 
         # A window is read to its end before a batch of it is.
-        return assert_length(by_window(dataset, self.size, own), self.num_steps(total))
+        return assert_length(
+            join_windows(dataset, self.size, own), self.num_steps(total)
+        )
 
 
 def add_mark(batch: Any, has_rows: Any) -> tuple[Any, Any]:

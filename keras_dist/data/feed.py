@@ -107,7 +107,7 @@ class Feed:
 
 
 @contextlib.contextmanager
-def raising_own_errors(feeds: Sequence[Feed]) -> Iterator[None]:
+def raise_own_errors(feeds: Sequence[Feed]) -> Iterator[None]:
     """Context manager that raises the error that the user's data raised.
 
     TensorFlow reads the data in a thread and wraps an error of the user's generator in

@@ -219,7 +219,7 @@ def map_batches(
     return dataset.map(call, tf.data.AUTOTUNE, deterministic=True)
 
 
-def by_window(
+def join_windows(
     source: tf.data.Dataset,
     count: int,
     own: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset],

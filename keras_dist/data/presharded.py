@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from keras_dist.data.pipeline import (
     assert_length,
-    by_window,
     count_batches,
     has_cache_in_memory,
     inputs_of,
+    join_windows,
 )
 
 # Rows of a rank in a window of rows that come from a cache.
@@ -56,7 +56,7 @@ _KNOWN = weakref.WeakKeyDictionary()
 
 
 def divide_rows(presharded: Presharded) -> tf.data.Dataset:
-    """Return the rows of one rank, which `presharded_of` recognizes after a `map`.
+    """Return the rows of one rank, which `find_presharded` recognizes after a `map`.
 
     >>> rows = tf.data.Dataset.range(7)
     >>> own = [divide_rows(Presharded(2, rank, 2, rows)) for rank in (0, 1)]
@@ -68,7 +68,7 @@ def divide_rows(presharded: Presharded) -> tf.data.Dataset:
     if has_cache_in_memory(source):
         # `shard` ends with this rank's last element, and would cut a cache short.
         windows = _WINDOW * size
-        dataset = by_window(source, windows, lambda rows, _: rows.shard(size, rank))
+        dataset = join_windows(source, windows, lambda rows, _: rows.shard(size, rank))
     else:
         dataset = source.shard(size, rank)
     if length == math.inf:
@@ -79,7 +79,7 @@ def divide_rows(presharded: Presharded) -> tf.data.Dataset:
     return dataset
 
 
-def presharded_of(data: object) -> Presharded | None:
+def find_presharded(data: object) -> Presharded | None:
     """Find how `data`, or what it was made of, was divided; `None` if it was not.
 
     Raises:
@@ -89,7 +89,7 @@ def presharded_of(data: object) -> Presharded | None:
         return None
     if data in _KNOWN:
         return _KNOWN[data]
-    found = [presharded_of(input_data) for input_data in inputs_of(data)]
+    found = [find_presharded(input_data) for input_data in inputs_of(data)]
     if len({one and one.facts() for one in found}) > 1:
         kinds = ", ".join("none" if one is None else "by row" for one in found)
         raise ValueError(

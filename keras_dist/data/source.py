@@ -28,7 +28,7 @@ from keras_dist.data.pipeline import (
     list_unshuffled_inputs,
     untuned_pass,
 )
-from keras_dist.data.presharded import Presharded, presharded_of
+from keras_dist.data.presharded import Presharded, find_presharded
 
 # The number of batches that are compared to see whether ranks read the same data.
 _LOOKS = 2
@@ -67,7 +67,7 @@ class Source:
 
     def __init__(self, data: Any, *, is_sent: bool = False) -> None:
         self.data, self.is_sent = data, is_sent
-        self.presharded: Presharded | None = presharded_of(data)
+        self.presharded: Presharded | None = find_presharded(data)
         self.is_same, self.note = is_sent, ""
         self.lengths: tuple[float | None, ...] = ()
         self.length = count_batches(self.data)

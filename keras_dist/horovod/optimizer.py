@@ -180,7 +180,7 @@ class AppliesLikeHorovod:
         present = [gradient for gradient in grads if gradient is not None]
         context = step_context.current()
         if not context.is_averaged and present and all(map(is_reduced, present)):
-            with step_context.entered(replace(context, is_averaged=True)):
+            with step_context.enter(replace(context, is_averaged=True)):
                 return AppliesLikeHorovod.apply(self, grads, trainable_variables)
         if passes.number == 1 and (context.is_averaged or not passes.is_dense):
             return apply(grads, trainable_variables)

@@ -23,7 +23,7 @@ from keras_dist.optimizer.attach import (
     Recorded,
     ReducesGradients,
     apply_recorded,
-    attached,
+    attach_to,
     averages,
     averaging_of,
     check_again,

@@ -154,7 +154,7 @@ def move_to_outermost(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def attached(optimizer: Any) -> Iterator[None]:
+def attach_to(optimizer: Any) -> Iterator[None]:
     """Context manager that averages the gradients of `optimizer`.
 
     Afterwards the optimizer is as before. One that the user's `DistributedOptimizer`
@@ -204,7 +204,7 @@ def update(
 ) -> None:
     """Make the update; optimizers inside of this one get the averages, too."""
     context = replace(step_context.current(), is_averaged=True)
-    with step_context.entered(context), add_in_order(optimizer, averaged):
+    with step_context.enter(context), add_in_order(optimizer, averaged):
         apply(averaged, variables)
 
 

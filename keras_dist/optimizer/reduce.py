@@ -177,7 +177,7 @@ def _average(
         weight = None
     local = [with_shape(*pair) for pair in pairs]
     if is_sum and context.has_rows is not None:
-        local = [map_values(context.counted, gradient) for gradient in local]
+        local = [map_values(context.count_own, gradient) for gradient in local]
     variables = [variable for _, variable in pairs]
     name = f"keras_dist.gradients.{state.number}"
     prepare = lookups.unmark if state.is_merged else lookups.prepare
@@ -242,7 +242,7 @@ def _accumulate(
     if options.op == "average":
         factor = context.row_fraction(tf.float64)
         if is_sum:
-            factor = context.counted(tf.ones((), tf.float64))
+            factor = context.count_own(tf.ones((), tf.float64))
         options = replace(options, op="sum")
     local: list[Any] = [
         tf.convert_to_tensor(gradient) * tf.cast(factor, gradient.dtype)

@@ -180,7 +180,7 @@ def _has_rows(indices: Any) -> bool:
             is_number = is_number and tensor.op.type not in _LENGTHS
             todo += [(own, is_number) for own in tensor.op.inputs]
             continue
-        outer = _captured(tensor)
+        outer = _find_captured(tensor)
         if outer is None and not is_number:
             return True
         if not (outer is None or isinstance(outer, tf.__internal__.EagerTensor)):
@@ -200,7 +200,7 @@ def _is_other_axis(tensor: Any) -> bool:
     return axis > 0 or (axis < 0 and rank is not None and axis + rank > 0)
 
 
-def _captured(tensor: Any) -> Any:
+def _find_captured(tensor: Any) -> Any:
     """Return what an input of a graph stands for outside; `None` for an argument."""
     for outer, inner in getattr(tensor.graph, "captures", []):
         if inner is tensor:

@@ -182,7 +182,7 @@ class StepContext:
         """Return True if what passes next is a sum over rows."""
         return (level, self.passed.get(level, 0)) in self.kinds.sums
 
-    def counted(self, value: Any) -> Any:
+    def count_own(self, value: Any) -> Any:
         """Return a number; 0 if this rank's batch is a copy of another rank's."""
         if self.has_rows is None:
             return value
@@ -204,7 +204,7 @@ def is_inside() -> bool:
 
 
 @contextlib.contextmanager
-def entered(context: StepContext) -> Iterator[StepContext]:
+def enter(context: StepContext) -> Iterator[StepContext]:
     """Context manager in which `current()` is `context`."""
     token = _current.set(context)
     try:

@@ -64,10 +64,10 @@ class Options:
     save_steps: int | None = None
     save_seconds: float | None = 300
 
-    def resolved(self) -> "Options":
+    def resolve(self) -> "Options":
         """Decide the rules that follow from whose batch the user's batch is.
 
-        >>> options = Options(batch="global").resolved()
+        >>> options = Options(batch="global").resolve()
         >>> options.lr_scaling, options.steps_scaling
         ('none', 'none')
 

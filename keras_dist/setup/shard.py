@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.data.division import check_count
 from keras_dist.data.pipeline import list_seeds
-from keras_dist.data.presharded import Presharded, divide_rows, presharded_of
+from keras_dist.data.presharded import Presharded, divide_rows, find_presharded
 
 
 def shard(
@@ -99,7 +99,7 @@ def _divide(
             "What `shard(…)` returns is for `tf.data.Dataset.apply`. "
             f"Received: data of type {type(dataset).__name__}"
         )
-    if presharded_of(dataset) is not None:
+    if find_presharded(dataset) is not None:
         raise ValueError(
             "The data was already divided by `keras_dist.shard`. "
             f"Received: a {type(dataset).__name__}. Apply it once."

@@ -20,7 +20,7 @@ from keras_dist.data import draws
 from keras_dist.data.arrays import UNEVEN, is_arrays, lists_to_arrays
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
-from keras_dist.data.presharded import Presharded, presharded_of
+from keras_dist.data.presharded import Presharded, find_presharded
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
 from keras_dist.errors import RankError, describe
 from keras_dist.lines import warn
@@ -198,7 +198,7 @@ def _check_cache_files(sources: Mapping[str, Source], *, is_split: bool) -> None
         for name, source in sources.items()
         if isinstance(source.data, tf.data.Dataset)
         for path, cached in cache_files(source.data).items()
-        if is_split or presharded_of(cached) or not os.path.exists(f"{path}.index")
+        if is_split or find_presharded(cached) or not os.path.exists(f"{path}.index")
     ]
     everyone = comm.gather(own)
     for found in dict.fromkeys(one for other in everyone for one in other):

@@ -75,7 +75,7 @@ class GlobalMoments:
         if comm.size() == 1:
             return super()._moments(inputs, mask)  # type: ignore[misc]
         count, mean, squares = _own_moments(inputs, mask, self._reduction_axes)
-        count, squares = map(step_context.current().counted, (count, squares))
+        count, squares = map(step_context.current().count_own, (count, squares))
         shape = tf.shape(mean)
         own = tf.concat(
             [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(squares, [-1])],

@@ -113,7 +113,7 @@ def _trace(model: Any, run: Callable[[Any], Any], data: Any) -> None:
     try:
         with (
             preserve_generators(),
-            step_context.entered(context),
+            step_context.enter(context),
             step_context.run_inline(),
         ):
             tf.function(trace, autograph=False).get_concrete_function(specs)
@@ -142,7 +142,7 @@ def _run_once(model: Any, run: Callable[[Any], Any], data: Any) -> None:
     context = step_context.StepContext(is_averaged=True)
     with (
         preserve_generators(),
-        step_context.entered(context),
+        step_context.enter(context),
         preserve_variables(list_variables(model)),
     ):
         run(data)
@@ -162,7 +162,7 @@ def start(
     session.has_started = True
     # TensorFlow would trace a step once more in which variables were made.
     with (
-        step_context.entered(step_context.StepContext()),
+        step_context.enter(step_context.StepContext()),
         tf.variable_creator_scope(_made_now),
     ):
         with comm.together():
@@ -175,7 +175,7 @@ def start(
 def start_traced(model: Any, session: Session) -> None:
     """Call the hooks before the first step of a function that was traced before."""
     session.has_started = session.has_run = True
-    with step_context.entered(step_context.StepContext()):
+    with step_context.enter(step_context.StepContext()):
         _call_hooks(model, session)
 
 

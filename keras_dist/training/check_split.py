@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.optimizer import attached, optimizers_of
+from keras_dist.optimizer import attach_to, optimizers_of
 from keras_dist.training import (
     batch_norm,
     build,
@@ -87,7 +87,7 @@ def check_split(
             own_step = step.own_train_step(model)
             build.start(model, session, data, own_step, is_eager=model.run_eagerly)
             for optimizer in optimizers_of(model):
-                stack.enter_context(attached(optimizer))
+                stack.enter_context(attach_to(optimizer))
             split = functools.partial(losses.split_step, model, own_step)
             found = trial.try_alone(model, split, data)
     if found.reason:

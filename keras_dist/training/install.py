@@ -86,7 +86,7 @@ def train_on_all(
             if id(each) not in averaging:
                 averaging.add(id(each))
                 if comm.size() > 1:
-                    stack.enter_context(optimizer.attached(each))
+                    stack.enter_context(optimizer.attach_to(each))
                 stack.callback(optimizer.unscale_rate, each)
 
     def scale_rates() -> None:
@@ -142,7 +142,7 @@ def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
     """
     is_training = mixin.has(model, DistributedStep)
     try:
-        with install(model).evaluating_next(feed):
+        with install(model).enter_next_evaluation(feed):
             yield
     finally:
         if not is_training:

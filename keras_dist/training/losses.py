@@ -59,7 +59,7 @@ def is_declared(model: Any) -> bool:
             _divides_activity()
             or all(layer.activity_regularizer is None for layer in layers)
         )
-        and all(declared_kind(loss) is not None for loss in losses)
+        and all(find_declared_kind(loss) is not None for loss in losses)
         and all(map(_is_keras_metric, stateful_metrics(model.metrics)))
     )
 
@@ -74,7 +74,7 @@ def is_keras_method(owner: Any, name: str) -> bool:
     return bool(modules) and modules[0].startswith("keras.")
 
 
-def declared_kind(loss: Any) -> str | None:
+def find_declared_kind(loss: Any) -> str | None:
     """Return "reduction" for a loss of Keras that has a value for each row.
 
     Its `reduction` adds them up, or averages them. "batch" for one that is one number
@@ -113,7 +113,7 @@ def _take_parts(model: Any, kinds: step_context.LossKinds) -> Iterator[None]:
     compiled, _ = private.compiled_parts(model)
     context = replace(step_context.current(), kinds=kinds, passed={})
     with contextlib.ExitStack() as stack:
-        stack.enter_context(step_context.entered(context))
+        stack.enter_context(step_context.enter(context))
         for metric in stateful_metrics(model.metrics):
             if isinstance(metric, keras.metrics.Mean):
                 stack.enter_context(mixin.use(metric, PartOfMean))
@@ -172,7 +172,7 @@ class PartOfLoss:
     _values_mask: Any
 
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        context, kind = step_context.current(), declared_kind(self)
+        context, kind = step_context.current(), find_declared_kind(self)
         rows = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight}
 
         def plain(rows: Any) -> Any:
@@ -247,7 +247,7 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return plain(*positional, *args[len(given) :], **others)
 
     def compute_all(rows: dict[str, Any]) -> Any:
-        with step_context.entered(replace(context, rows=None)):
+        with step_context.enter(replace(context, rows=None)):
             return compute(rows)
 
     return _choose(site, lambda: compute(rows), lambda: gather_loss(compute_all, rows))
@@ -287,7 +287,7 @@ def _part(reduction: str, masks: list[Any], sample_weight: Any, dtype: Any) -> A
     if divisor is None or not is_mean:
         return 1
     context = step_context.current()
-    own = context.counted(tf.reduce_sum(divisor))
+    own = context.count_own(tf.reduce_sum(divisor))
     part = tf.math.divide_no_nan(own, context.total(own, purpose="divisors"))
     fraction = context.row_fraction(tf.float64)
     return tf.cast(tf.math.divide_no_nan(part, fraction), dtype)

@@ -82,7 +82,7 @@ def global_result(
         report = _make_report(stateful, seen or UpdateCounts())
     comm.agree(facts, advice=_ADVICE)
     reports = comm.gather(report)
-    with _synchronized(stateful, reports):
+    with _swap_states(stateful, reports):
         exact = _on_host(result())
         is_of_step = isinstance(logs, Mapping) and set(logs) != set(exact)
         exact_results = _results_by_path(metrics, exact) if is_of_step else {}
@@ -214,7 +214,7 @@ def _make_report(metrics: Sequence[Any], seen: UpdateCounts) -> _Report:
 
 
 @contextlib.contextmanager
-def _synchronized(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator[None]:
+def _swap_states(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator[None]:
     """Context manager in which metrics have the state of one process on all rows."""
     counted = [report for report in reports if report.seen.has_rows]
     fractions = weights([report.seen for report in counted])

@@ -80,7 +80,7 @@ class RecordedStep:
             rows=rows,
             rows_of_all=rows_of_all,
         )
-        with step_context.entered(context):
+        with step_context.enter(context):
             logs = self._own_step(data)
         self._calls[:] = calls
         return logs, [

@@ -54,7 +54,7 @@ def sum_over_rows(loss: Any) -> Any:
             "`sum_over_rows` takes a scalar, the sum over the rows of a batch. "
             f"Received: a tensor of shape {loss.shape}. Pass `tf.reduce_sum(loss)`."
         )
-    context = _communicating_context()
+    context = _find_joint_context()
     if context is None:
         return loss
     return loss * context.inverse_fraction(loss.dtype)
@@ -100,11 +100,11 @@ def weighted_mean(values: Any, weights: Any) -> Any:
     if narrow.size < 4:  # sums of many rows
         values, weights = tf.cast(values, tf.float32), tf.cast(weights, tf.float32)
     numerator, divisor = tf.reduce_sum(values * weights), tf.reduce_sum(weights)
-    context = _communicating_context("weighted_mean")
+    context = _find_joint_context("weighted_mean")
     if context is None:
         return tf.cast(tf.math.divide_no_nan(numerator, divisor), narrow)
     local = tf.stop_gradient(tf.stack([numerator, divisor]))
-    total = context.total(context.counted(local), purpose="weighted_mean")
+    total = context.total(context.count_own(local), purpose="weighted_mean")
     mean = tf.math.divide_no_nan(total[0], total[1])
     # Its gradient is that of the quotient of both sums: of the weights, too.
     part = numerator - mean * (divisor - tf.stop_gradient(divisor))
@@ -136,7 +136,7 @@ def gather_rows(z: Any) -> Any:
     >>> gather_rows(tf.constant([[1.0], [2.0]])).shape
     TensorShape([2, 1])
     """
-    context = _communicating_context("gather_rows")
+    context = _find_joint_context("gather_rows")
     if context is None:
         return z
     leaves = [
@@ -201,7 +201,7 @@ def _gather_tensors(
     """
     if context.trial is not None:
         return [context.trial.gather(t, is_known=is_shared) for t in tensors]
-    count = tf.shape(_counted(tensors[0], context))[:1]
+    count = tf.shape(_take_counted(tensors[0], context))[:1]
     counts = comm.gather_rows(count, name=comm.name_of("row_counts"))
     ranks = tf.repeat(tf.range(comm.size()), counts)
     order = tf.range(tf.size(ranks))
@@ -212,7 +212,7 @@ def _gather_tensors(
 
     def gather(tensor: Any) -> Any:
         name = comm.name_of("gathered_rows")
-        rows = comm.gather_rows(_counted(tensor, context), name=name)
+        rows = comm.gather_rows(_take_counted(tensor, context), name=name)
         return tf.gather(tf.ensure_shape(rows, [None, *tensor.shape[1:]]), order)
 
     def take_local(upstream: Any, length: Any) -> Any:
@@ -239,7 +239,7 @@ def _gather_tensors(
     ]
 
 
-def _counted(tensor: Any, context: step_context.StepContext) -> Any:
+def _take_counted(tensor: Any, context: step_context.StepContext) -> Any:
     """Return the rows of a tensor; none if they are copies of another rank's."""
     if context.has_rows is None:
         return tensor
@@ -259,7 +259,7 @@ def _check_rows(tensor: Any, context: step_context.StepContext) -> Any:
     )
     if tensor.shape.rank == 0:
         raise ValueError(message)
-    count = tf.shape(_counted(tensor, context))[0]
+    count = tf.shape(_take_counted(tensor, context))[0]
     check = tf.debugging.assert_equal(count, tf.cast(context.rows, tf.int32), message)
     with tf.control_dependencies([check] if check is not None else []):
         return tf.identity(tensor)
@@ -311,7 +311,7 @@ def row_bytes(tensor: Any) -> int:
     return math.prod(shape[1:]) * width if shape.rank else 0
 
 
-def _communicating_context(caller: str = "") -> step_context.StepContext | None:
+def _find_joint_context(caller: str = "") -> step_context.StepContext | None:
     """Return the context of a step whose ranks communicate; `None` if none do.
 
     Outside of a step of ours, a loop of the user's communicates.

@@ -235,7 +235,7 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         if not is_export:
             there.arguments["overwrite"] = True  # the draft
         result = own(*there.args, **there.kwargs)
-        with _locked(folder):
+        with _lock(folder):
             if is_there or not os.path.isdir(made):
                 _move_files(draft, folder)
             elif not os.path.exists(target):
@@ -251,13 +251,13 @@ def _make_draft(folder: str) -> Iterator[str]:
     """
     prefix = f".keras_dist.{socket.gethostname()}."
     with contextlib.ExitStack() as stack:
-        with _locked(folder):
+        with _lock(folder):
             for name in os.listdir(folder):
                 if name.startswith(prefix):
                     _remove_left(os.path.join(folder, name))
             draft = tempfile.mkdtemp(prefix=prefix, dir=folder)
             stack.callback(shutil.rmtree, draft, ignore_errors=True)
-            stack.enter_context(_locked(draft))
+            stack.enter_context(_lock(draft))
         yield draft
 
 
@@ -299,7 +299,7 @@ def _move_files(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
+def _lock(folder: str) -> Iterator[None]:
     """Context manager in which other ranks that come here for this folder wait."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -43,7 +43,7 @@ class OwnNoise:
             self._generator = keras.random.SeedGenerator(self._seed)
 
     @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
+    def draw_own(self) -> Iterator[None]:
         """Context manager in which a step is traced, or runs eagerly."""
         own, state = self._seed, private.keras_state()
         assert own is not None  # `prepare` was called before the first step
@@ -100,7 +100,7 @@ class TracedFunctions:
 
     def enter(self, model: Any) -> None:
         """Give a model that becomes distributed its test function of the last fit."""
-        compiled = _compiled(model)
+        compiled = _list_compiled(model)
         if not _is_same(self._compiled, compiled):
             self._functions = (None, None)
         if self._compiled != compiled:
@@ -131,7 +131,7 @@ class TracedFunctions:
     def leave(self, model: Any, options: Any) -> None:
         """Keep the functions, with their `options`, and give the model back its own."""
         traced = model.train_function, model.test_function
-        is_same = _is_same(self._compiled, _compiled(model))
+        is_same = _is_same(self._compiled, _list_compiled(model))
         if traced[0] is None:  # an evaluation
             traced = self._functions[0], traced[1]
         else:
@@ -142,7 +142,7 @@ class TracedFunctions:
         self._plain = (None, None)
 
 
-def _compiled(model: Any) -> tuple[Any, ...]:
+def _list_compiled(model: Any) -> tuple[Any, ...]:
     """List what `compile` makes, and options for which Keras traces again."""
     made = private.compiled_parts(model)
     return *made, model.run_eagerly, model.jit_compile, model.steps_per_execution
@@ -353,7 +353,7 @@ class Session:
         self.is_awaited = self.evaluation is None
 
     @contextlib.contextmanager
-    def evaluating(self, is_of_fit: bool = False) -> Iterator[None]:
+    def enter_evaluation(self, is_of_fit: bool = False) -> Iterator[None]:
         """Context manager for an evaluation by Keras's own loop.
 
         Args:
@@ -364,14 +364,14 @@ class Session:
         self.evaluation, self.is_awaited = evaluation, evaluation.runs_on_all
         self.next_evaluation = ALONE  # of a callback
         try:
-            with self.raising_on_all():
+            with self.raise_on_all():
                 yield
         finally:
             self.evaluation, self.is_awaited, self.next_evaluation = before
             self.is_awaited &= not evaluation.runs_on_all
 
     @contextlib.contextmanager
-    def evaluating_next(self, feed: Feed) -> Iterator[None]:
+    def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
         """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
         before = self.averages, self.evaluation, self.next_evaluation, self.feeds
         self.averages, self.evaluation = True, None
@@ -392,7 +392,7 @@ class Session:
             self.averages = before
 
     @contextlib.contextmanager
-    def raising_on_all(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """Context manager whose error is also raised on ranks that wait for it."""
         try:
             yield

@@ -35,15 +35,15 @@ class DistributedStep:
         data, rows, has_rows = count_rows(self, data)
         build_once(self, data, own_step)
         if comm.size() == 1:
-            entered = step_context.entered(step_context.StepContext())
+            entered = step_context.enter(step_context.StepContext())
             with entered, wait_for_batch(self, data):
                 return own_step(data)
         data = follow_last_update(self, data)
         with (
-            step_context.entered(describe_step(self, data, rows, has_rows)),
+            step_context.enter(describe_step(self, data, rows, has_rows)),
             step_context.run_inline(),
             only_attached(),
-            session_of(self).traced.noise.drawing(),
+            session_of(self).traced.noise.draw_own(),
             wait_for_batch(self, data),
             ignore_copy(self, has_rows),  # in metrics and counters
         ):
@@ -55,7 +55,7 @@ class DistributedStep:
     def test_step(self: Any, data: Any) -> Any:
         if comm.size() > 1:
             self._distributed_session.see_rows(num_rows(data))
-        with step_context.entered(step_context.StepContext()):
+        with step_context.enter(step_context.StepContext()):
             return super().test_step(data)  # type: ignore[misc]
 
     def preprocess_samples(
@@ -112,7 +112,9 @@ class DistributedStep:
             prepare()
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._distributed_session.evaluating(kwargs.get(private.OF_FIT, False)):
+        with self._distributed_session.enter_evaluation(
+            kwargs.get(private.OF_FIT, False)
+        ):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:

@@ -476,7 +476,7 @@ class _Runner:
         with (
             preserve_variables([v for v in variables if not is_seed(v)]),
             preserve_others(variables) as changed,
-            step_context.entered(context),
+            step_context.enter(context),
             step_context.run_inline(),
         ):
             for found in optimizers_of(self._model):

@@ -144,11 +144,11 @@ def test_open_mpi_on_cpus_does_not_spin_and_does_not_connect_by_bridges(
 _WAITS = """
 import time
 from keras_dist.comm import settings
-with settings.limited_start(0, 2):
+with settings.limit_start(0, 2):
     pass
 time.sleep(0.5)
 print("in time", flush=True)
-with settings.limited_start(0, 2):
+with settings.limit_start(0, 2):
     time.sleep(60)
 """
 

@@ -13,9 +13,9 @@ import pytest
 
 import keras_dist
 from keras_dist import comm
-from keras_dist.version import parsed
+from keras_dist.version import parse_version
 
-KERAS = parsed(keras.__version__)
+KERAS = parse_version(keras.__version__)
 
 # Largest difference in float64. Up to Keras 3.12 the mean of a loss with a mask divides
 # by the number of its entries plus 1e-7, which counts more in a smaller batch.

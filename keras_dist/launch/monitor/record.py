@@ -88,7 +88,7 @@ class Record:
         self._write(phase, epoch, step, "")
 
     @contextlib.contextmanager
-    def waiting(self, collective: str) -> Iterator[None]:
+    def wait_in(self, collective: str) -> Iterator[None]:
         """Context manager in which this rank waits in a collective, by its record."""
         before = self.position
         self._write(before.phase, before.epoch, before.step, collective)

@@ -127,16 +127,16 @@ def build_environment(
         }
     return env | {
         "CMAKE_GENERATOR": "Unix Makefiles",
-        "CXXFLAGS": _joined(" ", [environ.get("CXXFLAGS", ""), CXX_FLAG]),
+        "CXXFLAGS": _join(" ", [environ.get("CXXFLAGS", ""), CXX_FLAG]),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if choice.mpi else "HOROVOD_WITHOUT_MPI": "1",
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
-        "LDFLAGS": _joined(" ", linker_flags),
+        "LDFLAGS": _join(" ", linker_flags),
         "MAKEFLAGS": environ.get("MAKEFLAGS") or f"-j{facts.cores}",
-        "PATH": _joined(os.pathsep, [*map(str, folders), environ.get("PATH", "")]),
-        "PYTHONPATH": _joined(
+        "PATH": _join(os.pathsep, [*map(str, folders), environ.get("PATH", "")]),
+        "PYTHONPATH": _join(
             os.pathsep, [str(folder / "tools"), environ.get("PYTHONPATH", "")]
         ),
     }
@@ -207,7 +207,7 @@ def link_cuda(toolkit: Path | None, home: Path) -> Path | None:
     return home
 
 
-def _joined(separator: str, pieces: list[str]) -> str:
+def _join(separator: str, pieces: list[str]) -> str:
     return separator.join(part for part in pieces if part)
 
 

@@ -17,7 +17,7 @@ from keras_dist.version import (
     TENSORFLOW,
     TENSORFLOW_RANGE,
     installed_tensorflow,
-    parsed,
+    parse_version,
 )
 
 HOROVOD = "0.28.1"
@@ -176,7 +176,7 @@ def is_supported(version: str) -> bool:
     >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.21.1", "2.22.0")]
     [False, True, True, False]
     """
-    return FIRST_TENSORFLOW <= parsed(version) <= LAST_TENSORFLOW
+    return FIRST_TENSORFLOW <= parse_version(version) <= LAST_TENSORFLOW
 
 
 def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[str]:
@@ -188,7 +188,7 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[str]:
     name = facts.distribution
     needs = [
         (
-            parsed(facts.tensorflow or "") >= FIRST_TENSORFLOW,
+            parse_version(facts.tensorflow or "") >= FIRST_TENSORFLOW,
             f"TensorFlow, {TENSORFLOW_RANGE}. Received: {received}. Run: pip install "
             f"'{TENSORFLOW.replace('tensorflow', name)}'",
         ),
