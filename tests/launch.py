@@ -51,7 +51,7 @@ def launch(
         command: A program and its arguments.
         ranks: How many ranks of it to start; `None` for without a launcher.
         timeout: Seconds after which the command and all it started are ended.
-        env: Variables to set beside those of this process.
+        env: Variables to set beside this process's.
         launcher: "keras-dist" for `keras-dist run`; or "horovodrun", which imports
             TensorFlow three times before it starts a rank.
 

@@ -16,7 +16,7 @@ import keras_dist
 
 PACKAGE = Path(keras_dist.__file__).parent
 
-# Each folder and file at the top of the package, and its layer. It may import those of
+# Each folder and file at the top of the package, and its layer. It may import others of
 # its own layer that do not import it back, and those below.
 LAYERS = {
     "version": 0,

@@ -82,7 +82,7 @@ PLACES = [
     ("environ", "place"), PLACES, ids=[place.launcher for _, place in PLACES]
 )
 def test_the_variables_of_a_launcher_are_a_place(environ, place):
-    """All of it: rank, size, those of the host, and where the ranks meet."""
+    """All of it: rank, size, local ones, and where the ranks meet."""
     found = find_place(environ)
     if place.address == "10.0.0.2":  # rank 0 serves, wherever this rank is
         assert found.address == "10.0.0.1"

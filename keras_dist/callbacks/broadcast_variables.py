@@ -71,7 +71,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         """Broadcast now: called when the model is built, before the first step."""
         self._copy()
         if comm.rank() != 0:
-            # Theirs are added to those of the first rank, which count once.
+            # Theirs are added to the first rank's, which count once.
             for outer in optimizer.optimizers_of(self.model):
                 for accumulator in optimizer.own_sums(outer):
                     accumulator.assign(keras.ops.zeros_like(accumulator))

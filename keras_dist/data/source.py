@@ -49,7 +49,7 @@ class Source:
             an iterator such as a generator, which is never closed (`next_pass`).
         is_same: Whether batch i is the same on all ranks, or may be taken for it.
         is_sent: Whether the first rank sends the batches: reading one is a collective,
-            so those of a look are kept until a pass begins.
+            so the batches of a look are kept until a pass begins.
 
     Attributes:
         kind: `"dataset"`, `"sequence"` or `"stream"`.

@@ -67,8 +67,8 @@ def _draw_seed() -> int:
 class TracedFunctions:
     """What a model keeps from one fit to the next: traced functions, and their state.
 
-    Keras traces a function again after `compile` alone. Ours are kept beside those of
-    the plain model, which average nothing. A train function is used again in a fit in
+    Keras traces a function again after `compile` alone. Ours are kept beside the plain
+    model's functions, which average nothing. A train function is used again in a fit in
     which everything that is part of the graph is equal: `options`.
 
     Attributes:

@@ -54,7 +54,7 @@ def test_the_pods_of_the_mpi_job_fit_the_schemas_of_kubernetes(role, version):
 
 
 def test_the_mpi_job_fits_the_schema_of_its_operator():
-    """Its own fields; the templates of pods are those of Kubernetes."""
+    """Its own fields; the templates of pods are Kubernetes's."""
     schema = yaml.safe_load((Path(__file__).parent / "mpijob_schema.yaml").read_text())
     (job,) = documents("mpijob.yaml")
     jsonschema = importlib.import_module("jsonschema")

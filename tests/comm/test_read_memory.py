@@ -102,7 +102,7 @@ def summed(ranks, *before, more="", words=(), **variables):
 
 
 def test_ranks_of_one_host_read_each_others_memory(tmp_path):
-    """All ranks, and those of a process set, find out for themselves.
+    """All ranks, and a process set's, find out for themselves.
 
     Sets may be registered by `init` or added; a second `init` is an error.
     """

@@ -92,6 +92,6 @@ def test_horovod_itself_averages_nothing_on_keras_3(by_keras_dist):
 
 
 def test_there_is_a_recording_of_each_script():
-    """And of no other; those of `fits` are many."""
+    """And of no other; `fits` has many."""
     assert sorted(RECORDED) == NAMES
     assert len(NAMES) + len(RECORDED["fits"][0]) >= 20

@@ -41,7 +41,7 @@ def alone(running, shared):
 
 
 def assert_equal(path, expected):
-    """The ranks' weights are those of one process, but for the order of sums."""
+    """The ranks' weights equal one process, but for the order of sums."""
     np.testing.assert_allclose(np.load(path), expected, rtol=1e-4, atol=1e-6)
 
 

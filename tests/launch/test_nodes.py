@@ -276,7 +276,7 @@ def test_a_value_that_this_job_has_not_signed_does_not_count():
 
 
 def test_the_values_of_an_earlier_start_do_not_count():
-    """Else its ranks would be found by those of the next one."""
+    """Else the next one's ranks would find them."""
     store = Store("a secret of these tests")
     try:
         first, second = (

@@ -86,7 +86,7 @@ def test_the_speed_stands_in_the_progress_bar_alone(seen):
 
 
 def test_lines_of_the_first_rank_have_no_prefix(seen):
-    """They are those of one process; its progress bar has its control characters."""
+    """They are one process's; its progress bar has its control characters."""
     stdout, _ = seen
     assert "\b\r" in stdout and "[0] " not in stdout
     assert "\nafter 3 epochs: [0.25, 0.25]\n" in stdout

@@ -1,4 +1,4 @@
-"""Models of libraries are those of one process, after a training on several ranks."""
+"""Models of libraries equal one process, after a training on several ranks."""
 
 import sys
 

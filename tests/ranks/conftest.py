@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config, items):
 
     A test runs on one number of ranks: on three where the number may matter, else on
     two, which are faster on two cores. One rank runs those where it may matter, too:
-    those of one file, and with LONG_TESTS=1 all. That runs them on every number.
+    the tests of one file, and with LONG_TESTS=1 all. That runs them on every number.
     """
 
     def is_left_out(item):

@@ -17,7 +17,7 @@ class Recording(keras.Sequential):
     """Calls `saw` with the rows of each step: the last number of a row is its own.
 
     One rank draws more random numbers than the others. Otherwise its seeds would follow
-    from those of the first rank, and nobody would notice if they were not restored.
+    from the first rank's, and nobody would notice if they were not restored.
     """
 
     def train_step(self, data):

@@ -269,7 +269,7 @@ class SkipsNaN(keras.Model):
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_an_update_that_one_rank_leaves_out_is_an_error_on_all(world, rows, is_eager):
-    """In the step after, where it would be averaged with those of another step."""
+    """In the step after, where it would be averaged with another step's."""
     x, y = (array[:96].copy() for array in rows)
     x[13] = np.nan
     inputs = keras.Input((5,))

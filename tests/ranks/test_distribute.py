@@ -93,7 +93,7 @@ class PassesOn(Approximator):
 
 @slow_on_three
 def test_a_class_with_a_fit_of_its_own(compare, rows):
-    """Its own arguments reach its own `fit`, once, and Keras's `fit` those of Keras."""
+    """Its own arguments reach its own `fit`, once, and Keras's `fit` the others."""
 
     def work():
         model = Approximator()
@@ -183,7 +183,7 @@ def test_in_a_thread(compare, rows, make_model):
 
 @several
 def test_a_plain_fit_in_another_thread_is_keras_own(world):
-    """While this one traces and trains, its sums are not taken for those of all."""
+    """While this one traces and trains, its sums are not taken for all ranks'."""
 
     def make(reduction):
         keras.utils.set_random_seed(5)

@@ -103,7 +103,7 @@ def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
     "kind", shortened(["arrays", "dataset", "sequence"], {"sequence"})
 )
 def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
-    """`validation_steps` are those of all ranks; sums count as on one process."""
+    """`validation_steps` count for all ranks; sums count as on one process."""
 
     def make():
         loss = keras.losses.BinaryCrossentropy(reduction="sum")

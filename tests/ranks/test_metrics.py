@@ -1,4 +1,4 @@
-"""Metrics of many ranks are those of one process on all rows."""
+"""Metrics of many ranks equal one process on all rows."""
 
 import inspect
 
@@ -470,7 +470,7 @@ def deep(model, loss):
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("logs_of", shortened([guide_to_train_steps, deep], {deep}))
 def test_logs_of_steps_equal_one_process(logs_of):
-    """All values, also in dicts and lists inside, are those of all rows."""
+    """All values, also in dicts and lists inside, are of all rows."""
     x = np.random.default_rng(2).normal(size=(50, 3))
     y = (x.sum(axis=1, keepdims=True) > 0).astype("float64")
 

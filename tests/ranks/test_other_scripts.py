@@ -363,7 +363,7 @@ def test_batches_whose_tensors_differ_in_length():
     def data(rows):
         return {"x": merged(rows), "validation_data": merged(rows * 3 // 2)}
 
-    # Not the losses: Keras weighs those of batches by their atoms.
+    # Not the losses: Keras weighs batches by their atoms.
     how = {"epochs": 2, "tolerance": 2e-5, "logs": ("mae", "val_mae")}
     assert_equals_one_process(make, data, 2, **how)
 

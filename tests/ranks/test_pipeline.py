@@ -65,7 +65,7 @@ def unknown():
     "make", shortened([in_batches, shuffled, cached, unknown], {in_batches, cached})
 )
 def test_no_iterator_over_data_is_tuned(model, tmp_path_factory, monkeypatch, make):
-    """Those that look at it and that remember where they are, as those of Keras."""
+    """Those that look at it and that remember where they are, as Keras's do."""
     began, found = tf.data.Dataset.__iter__, []
 
     def begin(dataset):

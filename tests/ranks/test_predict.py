@@ -1,4 +1,4 @@
-"""Predictions of many ranks are those of one process, in the order of the rows."""
+"""Predictions of many ranks equal one process, in the order of the rows."""
 
 import keras
 import numpy as np

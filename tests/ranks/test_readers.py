@@ -178,7 +178,7 @@ class Simulated(keras.utils.PyDataset):
 
 @slow_on_three
 def test_looks_at_first_batches_draw_nothing():
-    """A sequence that simulates its batches trains on those of one process."""
+    """A sequence that simulates its batches trains on one process's."""
 
     def data(_):
         np.random.seed(5)

@@ -31,7 +31,7 @@ def compile_model(model, rate):
 
 @pytest.mark.parametrize("batch", shortened(["global", "rank"], {"rank"}))
 def test_the_new_optimizer_averages_and_its_rate_is_scaled(world, rows, batch):
-    """The weights are those of one process with the global batch."""
+    """The weights equal one process with the global batch."""
     x, y = rows
     factor = world.size if batch == "rank" else 1
     weights = []

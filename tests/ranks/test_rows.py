@@ -90,7 +90,7 @@ def neighbors(of, x, y, z):
 
 
 def rows_against_all(of, x, y, z):
-    """The rows of a rank against those of all: a mean over the former."""
+    """The rows of a rank against all rows: a mean over the former."""
     every = of.gather_rows(z)
     return tf.reduce_mean(tf.nn.softplus(tf.matmul(z, every, transpose_b=True)), 1)
 

@@ -78,7 +78,7 @@ class Standardize(keras.layers.Layer):
         )
 
     def call(self, x, training=False):
-        """The rows, unchanged: the gradients are those of a mean."""
+        """The rows, unchanged: the gradients are a mean's."""
         if training:
             self.count.assign_add(ops.sum(ops.ones_like(x), axis=0))
             self.sum.assign_add(ops.sum(x, axis=0))
@@ -142,7 +142,7 @@ def test_a_variable_outside_of_the_model_is_named(world):
 
 
 def test_the_trial_changes_nothing(world):
-    """Metrics and state are those of the steps alone."""
+    """Metrics and state are of the steps alone."""
     _, model = messages_of([Standardize("sum")], [PerBatch()])
     layer = model.get_layer("standardize")
     np.testing.assert_array_equal(layer.count, np.full(4, 40))

@@ -283,7 +283,7 @@ def test_each_update_is_counted_once(world, rows, folder):
 
 @pytest.mark.several_ranks
 def test_a_file_larger_than_memory_is_never_copied(world, rows, tmp_path, make_model):
-    """64 GiB that take no room on disk; and rows from a file are those of memory."""
+    """64 GiB that take no room on disk; and rows from a file equal memory's."""
     huge = np.memmap(tmp_path / "huge", "float32", "w+", shape=(2**20, 2**14))
     targets = np.memmap(tmp_path / "targets", "float32", "w+", shape=(2**20,))
     model = keras.Sequential([keras.Input((2**14,)), keras.layers.Dense(1)])

@@ -220,7 +220,7 @@ def assert_equal(models, logs):
         np.testing.assert_allclose(logs[1][key], values, rtol=1e-10)
 
 
-# How a model is compiled, the losses that are tried with it, and those of `make test`.
+# How a model is compiled, the losses that are tried with it, and what `make test` runs.
 HOW = {
     "jit_compile=False": (
         CASES,

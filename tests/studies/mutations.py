@@ -30,7 +30,7 @@ class Mutation(NamedTuple):
 
 
 def read_mutations() -> list[Mutation]:
-    """Return those of mutations.txt: a head, lines that are there, and wrong ones."""
+    """Read mutations.txt: a head, lines that are there, and wrong ones."""
     text = Path(__file__).with_suffix(".txt").read_text()
     parts = re.findall(r"^@ (.+?): (.+)\n((?:[-+].*\n)+)", text, re.MULTILINE)
     return [

@@ -41,7 +41,7 @@ def make_wheel(
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """Where pip installs; the only packages are those of the test's folders."""
+    """Where pip installs; the only packages are in the test's folders."""
     install = (*PIP, "install", "--no-deps", "--target", str(tmp_path / "site"))
     monkeypatch.setattr(recipe, "_INSTALL", install)
     monkeypatch.setattr(recipe, "_REPLACE", (*install, "--upgrade"))

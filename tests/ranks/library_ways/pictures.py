@@ -41,7 +41,7 @@ def dataset(run: Any) -> Any:
 
 
 def normalize(base: Any) -> None:
-    """Set the statistics of all `BatchNormalization` to those of the pictures.
+    """Set the statistics of all `BatchNormalization` to the pictures'.
 
     As in a model that was trained; else nothing of the pictures is left in its outputs,
     and Adam makes large updates of the roundings of gradients that are zero.
