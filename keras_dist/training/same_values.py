@@ -117,7 +117,7 @@ def _constants(layer: Any) -> list[np.ndarray]:
     found = []
     if hasattr(layer, "get_vocabulary"):
         with contextlib.suppress(Exception):  # it has none yet
-            found.append(np.array(layer.get_vocabulary()))
+            found.append(np.array(list(layer.get_vocabulary())))
     for name, value in sorted(vars(layer).items()):
         is_tensor = isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
         if isinstance(value, np.ndarray) or (is_tensor and value.dtype != tf.resource):
