@@ -186,8 +186,8 @@ def _feed_batches(
     _check_trainable(source, given, spec)
     if source.has_seeded_passes and steps is None and spec.position:
         skip_epochs(source.data, spec.position.epoch)
-    # Passes that are no epochs are shuffled by Keras: in this thread, or all in one
-    # order, since its thread for several workers draws while this one does.
+    # With a number of steps an epoch is no pass, so Keras shuffles each pass. But with
+    # several workers it draws in a thread of its own, while this one may draw, too.
     is_by_keras = steps is not None and not has_own_thread(source.data)
     feed = adapt_batches(
         source, spec, is_training=True, shuffle=shuffle and not is_by_keras

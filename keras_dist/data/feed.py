@@ -23,7 +23,7 @@ _WRONG_LENGTH = re.compile(r"expected to contain .* but contained[^\[{]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """One rank's data, with the same attributes for every kind of data.
+    """One rank's data. Arrays, data sets, sequences and streams all become a `Feed`.
 
     Args:
         data: The batches, in a type that Keras takes.

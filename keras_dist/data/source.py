@@ -47,12 +47,12 @@ class Source:
     Args:
         data: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a torch `DataLoader`, or
             an iterator such as a generator, which is never closed (`next_pass`).
-        is_same: Whether batch i is the same on all ranks, or may be taken for it.
         is_sent: Whether the first rank sends the batches: reading one is a collective,
             so the batches of a look are kept until a pass begins.
 
     Attributes:
         kind: `"dataset"`, `"sequence"` or `"stream"`.
+        is_same: Whether batch i is the same on all ranks, or may be taken for it.
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
         presharded: How it was divided before its rows were decoded, if it was.
         has_seeded_passes: Whether the order of each pass follows from seeds and its

@@ -8,7 +8,7 @@
 - `store`, `signing`: the job's key-value store, its client, and the numbers of ranks
 - `ranks`: the ranks of one host: start them, watch them, end all they have started
 - `output`: what the ranks print, passed on to the terminal or to files
-- `failures`: how ranks ended, and the message about the first failure
+- `failures`: the end of each rank, and the message about the first failure
 - `hosts`: names and addresses of hosts, GPUs
 - `monitor/`: where each rank is, and whether the job still makes progress
 """

@@ -1,4 +1,4 @@
-"""How ranks ended, and the message about the first failure."""
+"""The end of each rank, and the message about the first failure."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ _MOST_LINES = 16
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, or where it was when the job ended.
+    """The end of one rank: its exit code and its error, if it had one.
 
     Args:
         rank: The rank.

@@ -123,7 +123,7 @@ def _wait(
         begin = (begin or time.monotonic()) if codes else 0.0
         code = codes.get(first, _LOST)
         if 0 <= code != _LOST or len(codes) == len(commands):
-            return code  # that of the job: the first host waits until all know it
+            return code  # the job's: the first host has waited until all others know it
         if begin and time.monotonic() - begin > _TOGETHER_SECONDS:
             host, code = next(iter(codes.items()))
             print_message(

@@ -266,11 +266,11 @@ class Watchdog(threading.Thread):
 
 
 def _is_status(value: Any) -> bool:
-    """Return True if a value may be one of `publish`: strangers can write, too."""
-    kinds = {"beat": int, "idle": int | float, "position": str, "code": str | None}
+    """Return True if a value has the form of what `publish` writes."""
+    kinds: dict[str, Any] = {"beat": int, "idle": int | float, "position": str}
+    kinds |= {"is_with_others": bool, "code": str | None}
     return isinstance(value, dict) and all(
-        isinstance(value.get(name, ...), kind)
-        for name, kind in {**kinds, "is_with_others": bool}.items()
+        isinstance(value.get(name, ...), kind) for name, kind in kinds.items()
     )
 
 
