@@ -36,12 +36,14 @@ class Promise:
         states: A pattern of that statement.
         about: A pattern of sentences, rows and code on any page that are about it.
         says: A pattern that each of them has.
+        wrong: Sentences that contradict it; nearly all once stood on a page.
     """
 
     page: str
     states: str
     about: str
     says: str
+    wrong: tuple[str, ...]
 
     def is_broken_by(self, sentence: str) -> bool:
         """Return True if a sentence is about this, and says something else."""
@@ -55,18 +57,30 @@ PROMISES = {
         states=r'With `batch="global"` the number of ranks changes the time',
         about=r"(ranks|processes) changes the time",
         says=r'batch="global"',
+        wrong=(
+            "`model.fit(…)` becomes `dist_fit(model, …)`, and **the number of "
+            "processes changes the time, not the model**.",
+        ),
     ),
     "whose batch": Promise(
         page="docs/concepts/batch.md",
         states=r'`batch="rank"` \(default\)',
         about=r"`batch_size` (is|becomes) the batch of (one|each) (rank|process)",
         says=r"[Dd]efault|Without it|batch=\"global\"",
+        wrong=(
+            "`batch_size` is the batch of one rank: N ranks make steps with the global "
+            "batch, N × `batch_size` rows.",
+        ),
     ),
     "what has to fit": Promise(
         page="docs/concepts/limits.md",
         states=r"has to fit on one device",
         about=r"\bfits? (on|in|into) (one|a|a single) (GPU|machine|host|device)\b",
         says=r"on one device",
+        wrong=(
+            "It is for those whose model fits on one GPU, or one machine, and takes "
+            "too long.",
+        ),
     ),
     "where the traceback stands": Promise(
         page="docs/how_to/launch.md",
@@ -75,6 +89,12 @@ PROMISES = {
         r"|prints the error of the rank that failed first",
         says=r"\b(end|ends)\b.* traceback of the rank that failed first, then a line "
         r"for each rank",
+        wrong=(
+            "| one process fails | its traceback | in part | exit codes, no traceback "
+            "| its traceback last, all processes ended |",
+            "`keras-dist run` prints the error of the rank that failed first, then a "
+            "line for each other rank.",
+        ),
     ),
     "how many lines change": Promise(
         page="docs/how_to/migrate.md",
@@ -82,12 +102,17 @@ PROMISES = {
         about=r"lines? (of your script )?(changes?|differs?)\b"
         r"|what to change in a script",
         says=r"Two lines|2 lines",
+        wrong=(
+            "## One line of your script changes",
+            "| what to change in a script | nothing | about 4 lines | 1 line |",
+        ),
     ),
     "who saves": Promise(
         page="docs/how_to/saving.md",
         states=r"Save as on one process, on all ranks: the first rank writes",
         about=r"rank\(\) == 0:\s+model\.(save|export)",
         says=_NOTHING,
+        wrong=('if keras_dist.rank() == 0:\n    model.save("digits.keras")',),
     ),
 }
 
@@ -132,6 +157,18 @@ def test_no_page_contradicts_a_promise(name):
         if promise.is_broken_by(sentence)
     ]
     assert not found, f"{promise.page} says otherwise: {found}"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [(name, wrong) for name, each in PROMISES.items() for wrong in each.wrong],
+)
+def test_a_contradiction_is_found(name, sentence):
+    """In the middle of a page."""
+    page = f"# Page\n\nSome text.\n{sentence}\n\nMore text.\n"
+    if sentence.startswith("if "):
+        page = f"# Page\n\n```python\n{sentence}\n```\n"
+    assert any(map(PROMISES[name].is_broken_by, sentences(page)))
 
 
 def test_the_table_of_the_readme_is_a_part_of_the_other_one():

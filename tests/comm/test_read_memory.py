@@ -116,3 +116,9 @@ def test_ranks_of_one_host_read_each_others_memory(tmp_path):
 def test_no_rank_reads_memory_if_one_of_them_may_not():
     """All ranks agree, and sum through sockets."""
     assert summed(2, sys.executable, "-c", FORBIDDEN) == 0
+
+
+@pytest.mark.long
+def test_the_user_may_forbid_it():
+    """By a variable."""
+    assert summed(2, KERAS_DIST_READ_MEMORY="0") == 0

@@ -104,6 +104,12 @@ def test_a_rank_that_is_missing_is_named(run_ranks):
         assert f"2 on {socket.gethostname()}" in out
 
 
+def test_ranks_without_a_first_one_say_where_it_should_be(run_ranks):
+    """Rank 0 has ended, or never began."""
+    [(code, out)] = run_ranks(torchrun, [1], 2, SHORT)
+    assert code == 1 and "first host cannot be reached" in out, out
+
+
 def test_a_port_in_use_is_an_error_that_names_it(run_ranks):
     """Another program listens there."""
     with socket.socket() as other:

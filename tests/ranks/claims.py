@@ -184,7 +184,7 @@ def difference_of_states(states, expected_states):
         scale = max(1e-3, float(np.abs(expected).max(initial=0.0)))
         gap = np.abs(own.astype("float64") - expected.astype("float64"))
         differences.append(float(gap.max(initial=0.0)) / scale)
-    return max(differences)
+    return float(np.max(differences))  # which is NaN if one of them is
 
 
 def read_by_keras(count, seed, *, shuffle=True, batch_size=32, epochs=1):

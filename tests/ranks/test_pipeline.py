@@ -1,5 +1,9 @@
 """Passes over data end with their last batch: TensorFlow does not tune them."""
 
+import re
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -91,3 +95,32 @@ def test_tuning_that_the_user_requests_is_on(model, read):
     many.evaluate(in_batches(is_tuned=True), verbose=0)
     model.evaluate(X, Y, verbose=0)
     assert read == [True, None]
+
+
+def no_autograph(x, y):
+    """A function of the user's."""
+    return x, y
+
+
+def names_in(paths, pattern):
+    """Names that a pattern finds in files."""
+    texts = [Path(path).read_text() for path in paths]
+    return set(re.findall(pattern, "\n".join(texts)))
+
+
+@pytest.mark.several_ranks
+def test_functions_of_this_package_are_not_translated(model):
+    """AutoGraph would need longer for them than all else before a first step."""
+    old = set(sys.modules)
+    many = keras_dist.DistributedModel(model)
+    many.fit(X, Y, batch_size=4, validation_data=in_batches(), verbose=0)
+    many.fit(in_batches().cache(), verbose=0)
+    decoded = tf.data.Dataset.from_tensor_slices((X, Y)).apply(keras_dist.shard(4))
+    many.fit(decoded.map(no_autograph).batch(4), verbose=0)
+    new = [name for name in sys.modules if "autograph_gen" in name and name not in old]
+    modules = [sys.modules[name] for name in new]
+    translated = names_in([each.__file__ for each in modules], r"def tf__(\w+)")
+    own = names_in(Path(keras_dist.__file__).parent.rglob("*.py"), r"def (\w+)")
+    own.add("lam")  # AutoGraph's name of a lambda
+    assert "no_autograph" in translated
+    assert not translated & own

@@ -1,8 +1,11 @@
 """The user's callbacks: on all ranks or on one, and errors in them."""
 
+import contextlib
 import copy
 import pickle
 import resource
+import sys
+import types
 
 import keras
 import numpy as np
@@ -276,3 +279,30 @@ def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
     twin.load_weights(folder / name)
     for own, other in zip(before[1], twin.get_weights(), strict=True):
         assert (own == other).all()
+
+
+def test_autologging_logs_on_the_first_rank(rows, make_model, monkeypatch):
+    """As MLflow does it: in the place of `Model.fit`, unless it is turned off."""
+    off, logged = [], []
+    own_fit = keras.Model.fit
+
+    @contextlib.contextmanager
+    def disable_autologging():
+        off.append(True)
+        yield
+        off.clear()
+
+    def logging_fit(model, *args, callbacks, **kwargs):
+        if not off:
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=log))
+        return own_fit(model, *args, callbacks=callbacks, **kwargs)
+
+    def log(epoch, logs):
+        logged.append(logs["val_loss"])
+
+    utils = types.ModuleType("mlflow.utils.autologging_utils")
+    utils.disable_autologging = disable_autologging
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setattr(keras.Model, "fit", logging_fit)
+    losses = fit(make_model(), rows).history["val_loss"]
+    assert logged == (losses if keras_dist.rank() == 0 else []) and not off

@@ -66,6 +66,27 @@ def test_large_gradients_are_sent_alone(sent, monkeypatch):
     assert largest_difference(alone, packed) < 1e-6
 
 
+def test_the_loss_is_weighted_if_only_keras_code_follows_it(monkeypatch):
+    """Not if the user's own code runs between the loss and the update."""
+    weights, plain = [], reduce.exchange
+
+    def recorded(own, weight, *options, **names):
+        weights.append(weight)
+        return plain(own, weight, *options, **names)
+
+    class Own(keras.optimizers.SGD):
+        def apply_gradients(self, *args, **kwargs):
+            return super().apply_gradients(*args, **kwargs)
+
+    monkeypatch.setattr(reduce, "exchange", recorded)
+    models = []
+    for optimizer, is_weighed in ((keras.optimizers.SGD(0.1), True), (Own(0.1), False)):
+        weights.clear()
+        models.append(fit("perceptron", optimizer))
+        assert [weight is None for weight in weights] == [is_weighed] * 6
+    assert largest_difference(*models) < 1e-6
+
+
 def test_an_embedding_sends_the_rows_that_were_read(sent):
     """Or all of its table, if that is less."""
     calls, moved = sent

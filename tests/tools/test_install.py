@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from keras_dist import __main__ as command
 from keras_dist import version
 from keras_dist.tools.install import (
     InstallError,
@@ -305,3 +306,51 @@ def test_without_tensorflow_the_command_says_which_package_to_install(tmp_path):
     assert "pip install 'tensorflow>=2.18,<2.22'" in done.stderr
     done = run("-c", "import keras_dist; keras_dist.dist_fit")
     assert "without tensorflow and keras. Run: pip install" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("lib64/libcudart.so", "lib64/libcudart.so.13"),  # NVIDIA's own
+        ("lib/x86_64-linux-gnu/libcudart.so",),  # Debian's, in /usr
+    ],
+)
+def test_any_other_toolkit_is_left_as_it_is(names, tmp_path):
+    """And none is none."""
+    toolkit = make_files(tmp_path / "cuda", "bin/nvcc", *names)
+    assert build.link_cuda(toolkit, tmp_path / "home") == toolkit
+    assert build.link_cuda(None, tmp_path / "home") is None
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_library_says_whether_it_has_the_patch(tmp_path, monkeypatch):
+    """By texts that only the changed source has; one with a part of it has not."""
+    library = tmp_path / "mpi_lib.so"
+    monkeypatch.setattr(recipe, "find_library", lambda: library)
+    marks = recipe.MARKS
+    for number in range(len(marks) + 1):
+        library.write_bytes("\0".join(["\x7fELF", *marks[:number], "more"]).encode())
+        assert recipe.is_patched() == (number == len(marks))
+
+
+def test_a_build_without_the_patch_is_no_success(monkeypatch):
+    """As where another Horovod comes first in Python's search path."""
+    without = dataclasses.replace(BUILT, is_patched=False)
+    monkeypatch.setattr(recipe, "detect", lambda: COMPLETE)
+    monkeypatch.setattr(recipe, "build_and_install", lambda *_: None)
+    monkeypatch.setattr(recipe, "probe", lambda: (without, ""))
+    with pytest.raises(InstallError, match="without keras_dist's patches"):
+        recipe.install_horovod(mpi=False, nccl=False)
+
+
+def test_a_failure_is_a_message_and_exit_code_1(monkeypatch, capsys):
+    """On stderr, without a traceback."""
+
+    def fail(**_):
+        raise InstallError("No compiler.")
+
+    monkeypatch.setattr(command, "install_horovod", fail)
+    assert command.main(["install-horovod"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "keras-dist: No compiler.\n"
+    assert printed.out == ""
