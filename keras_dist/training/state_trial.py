@@ -6,7 +6,7 @@ ranks, and compared with the values of the whole batch.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, mixin, private
+from keras_dist import comm, private
 from keras_dist.lines import warn
 from keras_dist.training.metrics import (
     combine,
@@ -86,41 +86,7 @@ def read_state(model: Any) -> State:
     return {id(variable): tf.identity(variable) for variable in variables}
 
 
-def is_seed(variable: Any) -> bool:
-    """Return True for the state of a generator of Keras, or of TensorFlow."""
-    dtype, shape = keras.backend.standardize_dtype(variable.dtype), variable.shape
-    return dtype == "int64" and tuple(shape) in ((2,), (3,))
-
-
-@contextlib.contextmanager
-def preserve_others(variables: Sequence[Any]) -> Iterator[Callable[[], list[Any]]]:
-    """Context manager that sets back other variables of TensorFlow that are assigned.
-
-    But for the states of random generators: two runs draw other numbers.
-
-    Yields:
-        A function that lists the variables that have another value now.
-    """
-    known = {id(variable.value) for variable in variables}
-    before: dict[int, tuple[Any, Any]] = {}
-
-    def assign(plain: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(variable) not in known and not is_seed(variable):
-            before.setdefault(id(variable), (variable, tf.identity(variable)))
-        return plain(*args, **kwargs)
-
-    cls = type(tf.Variable(0.0))
-    try:
-        with contextlib.ExitStack() as stack:
-            for name in ("assign", "assign_add", "assign_sub"):
-                stack.enter_context(mixin.replace_method(cls, name, assign))
-            yield lambda: [v for v, value in before.values() if _differs(v, value)]
-    finally:
-        for variable, value in before.values():
-            variable.assign(value)
-
-
-def _differs(variable: Any, value: tf.Tensor) -> bool:
+def differs(variable: Any, value: tf.Tensor) -> bool:
     """Return True if a variable has another value now, or another shape."""
     current = tf.identity(variable)
     is_other = current.shape != value.shape
@@ -194,7 +160,7 @@ def _compare_weights(
     }
     for variable in model.non_trainable_weights:
         states = [state[id(variable)] for state in (whole, *parts)]
-        has_changed = any(_differs(variable, state) for state in states)
+        has_changed = any(differs(variable, state) for state in states)
         if id(variable) in normalized or not has_changed:
             continue
         before = comm.to_array(variable)

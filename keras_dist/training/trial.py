@@ -41,9 +41,8 @@ from keras_dist.training.state_trial import (
     State,
     StateDifference,
     compare_states,
-    is_seed,
+    differs,
     name_strays,
-    preserve_others,
     read_state,
     warn_about_states,
 )
@@ -140,6 +139,23 @@ class Trial:
         return f"{text}; tried in {self.seconds:.1f} s"
 
 
+@dataclass(frozen=True)
+class Run:
+    """What one run of a step gave.
+
+    Args:
+        gradients: For each update, by the weight's path: some elements of its gradient.
+        numbers: Values by their site.
+        shared: Tensors that the runs of parts need.
+        state: Values of metrics and of layers' state afterwards.
+    """
+
+    gradients: list[dict[str, np.ndarray]]
+    numbers: dict[Site, float]
+    shared: list[Any]
+    state: State
+
+
 def try_step(model: Any, split: SplitStep, data: Any) -> Trial:
     """Try a train step on this rank's first batch; all ranks call this."""
     begin = time.monotonic()
@@ -151,7 +167,7 @@ def try_step(model: Any, split: SplitStep, data: Any) -> Trial:
 
 def try_alone(model: Any, split: SplitStep, data: Any) -> Trial:
     """Try a step on this rank alone; an error is the reason why it was not tried."""
-    seeds = [v for v in list_variables(model) if is_seed(v)]
+    seeds = [v for v in list_variables(model) if _is_seed(v)]
     try:
         with (
             preserve_generators(),
@@ -180,7 +196,7 @@ def explain_untriable(data: Any) -> str:
 
 
 def warn(model: Any, trial: Trial) -> None:
-    """Warn on the first rank of what is not that of one process on N ranks."""
+    """Warn on the first rank of what N ranks do not compute as one process does."""
     warn_about_states(trial.states)
     if "neither" not in trial.updates or comm.rank() > 0:
         return
@@ -205,36 +221,25 @@ class TrialRun:
     Args:
         begin: The first row of this part.
         fraction: The rows of this part, as a fraction of the whole.
-        whole: The run of the whole batch; `None` in that run.
-
-    Attributes:
-        numbers: Values by their site.
-        gatherable: Losses that can be computed from gathered rows, and bytes of a row.
-        has_gathered: Whether the step has called `gather_rows`.
-        gradients: For each update, by the weight's path: some elements of its gradient.
-        state: Values of metrics and of layers' state afterwards.
-        strays: Variables outside of the model that the step has assigned.
+        shared: What the run of the whole shared; `None` in that run.
     """
 
-    state: State
-
-    def __init__(self, begin: int, fraction: float, whole: "TrialRun | None") -> None:
-        self._begin, self._fraction, self._is_whole = begin, fraction, whole is None
-        self._shared: list[Any] = [] if whole is None else whole._shared
-        self._next = self._row_bytes = 0
-        self.numbers: dict[Site, float] = {}
-        self.gatherable: dict[Site, int] = {}
+    def __init__(self, begin: Any, fraction: Any, shared: Any) -> None:
+        self._begin, self._fraction = begin, fraction
+        self._is_whole, self._next = shared is None, 0
+        self._row_bytes = 0
+        self.shared = list(shared or ())
+        self.numbers: dict[Site, Any] = {}
+        self.gatherable: dict[Site, int] = {}  # bytes of a row
         self.has_gathered = False
-        self.gradients: list[dict[str, np.ndarray]] = []
-        self.strays: list[StateDifference] = []
 
     def share(self, value: Any) -> Any:
         """Return the value that the run of the whole batch had here."""
         if self._is_whole:
-            self._shared.append(value)
+            self.shared.append(value)
             return value
         self._next += 1
-        return self._shared[self._next - 1]
+        return tf.ensure_shape(self.shared[self._next - 1], value.shape)
 
     def gather(self, rows: Any, *, is_known: bool = False) -> Any:
         """Return the rows of the whole batch; this run's rows have a gradient.
@@ -245,19 +250,21 @@ class TrialRun:
         """
         self.has_gathered |= not is_known
         self._row_bytes += row_bytes(rows)
-        whole = self.share(rows)
         if self._is_whole:
+            self.shared.append(rows)
             return rows
-        end = self._begin + len(rows)
+        whole = self.shared[self._next]
+        self._next += 1
         if rows.dtype.is_floating:
             # Gradients are averaged by rows, and this is a part of the whole's.
             factor = tf.cast(1 / self._fraction, rows.dtype)
             rows = rows * factor + tf.stop_gradient(rows - rows * factor)
+        end = self._begin + tf.shape(rows)[0]
         return tf.concat([whole[: self._begin], rows, whole[end:]], 0)
 
     def note(self, site: Site, value: Any) -> None:
         """Remember a number."""
-        self.numbers[site] = float(value)
+        self.numbers[site] = tf.cast(value, tf.float64)
 
     def gather_loss(self, site: Site, compute: Callable[[], Any]) -> Any:
         """Compute a loss from gathered rows, and note that it can be."""
@@ -270,7 +277,9 @@ class TrialRun:
 class _Runner:
     """Runs a train step on parts of a batch, and takes back what it does.
 
-    It runs without a graph: to trace the step would take longer than to run it.
+    In a graph the step is traced for the whole batch, and for any part of it; for parts
+    once more if a number has to be multiplied. Without a graph, variables outside of
+    the model and TensorFlow's random numbers could not be put back.
     """
 
     def __init__(self, model: Any, split: SplitStep, data: Any) -> None:
@@ -282,17 +291,18 @@ class _Runner:
         ]
         self._rows = int(self._leaves[0].shape[0])
         self._kinds = LossKinds()
-        self._last: TrialRun  # the last run
+        self._functions: dict[Any, Any] = {}
+        self._is_of_fixed_rows = False
+        # Of the last run, or trace:
+        self._paths: list[list[str]] = []
+        self._sites: list[Site] = []
+        self._gatherable: dict[Site, float] = {}
+        self._has_gathered = False
+        self._strays: list[StateDifference] = []
         halves = {"float16", "bfloat16"}
         self._tolerances = _TOLERANCE, _TOLERANCE_OF_NUMBERS
         if any(layer.compute_dtype in halves for layer in private.layers_of(model)):
             self._tolerances = _TOLERANCE_IN_HALF, _TOLERANCE_IN_HALF
-
-    @property
-    def _gatherable(self) -> dict[Site, float]:
-        """The losses that can be gathered, and the MiB that are sent for it."""
-        rows, found = self._rows * comm.size(), self._last.gatherable
-        return {site: row * rows / 2**20 for site, row in found.items()}
 
     def find(self) -> Trial:
         """Compare the whole batch with two parts, which are not equally long."""
@@ -303,18 +313,18 @@ class _Runner:
         if not whole.gradients:
             return Trial()
 
-        def run_parts() -> list[TrialRun]:
+        def run_parts() -> list[Run]:
             return [
                 self._run(
                     [_slice(leaf, begin, end) for leaf in self._leaves],
                     begin=begin,
                     fraction=fraction,
-                    whole=whole,
+                    shared=whole.shared,
                 )
                 for (begin, end), fraction in zip(bounds, fractions, strict=True)
             ]
 
-        def judge(site: Site, parts: list[TrialRun]) -> str | None:
+        def judge(site: Site, parts: list[Run]) -> str | None:
             value, values = whole.numbers[site], [p.numbers[site] for p in parts]
             mean = sum(v * f for v, f in zip(values, fractions, strict=True))
             size = max(map(abs, [value, *filter(np.isfinite, values)]))
@@ -340,7 +350,7 @@ class _Runner:
         )
         if (states or "neither" in updates.values()) and self._is_random(whole):
             return self._find_by_repeating()
-        states += self._last.strays
+        states += self._strays
         found = numbers | updates
         return Trial(found, difference, self._gatherable, weights, states)
 
@@ -353,13 +363,13 @@ class _Runner:
         few = [_slice(leaf, 0, max(1, self._rows // 4)) for leaf in self._leaves]
         many = [_repeat(leaf) for leaf in few]
 
-        def run_both() -> list[list[TrialRun]]:
+        def run_both() -> list[list[Run]]:
             return [
                 [self._run(few) for _ in range(_RUNS)],
                 [self._run(many, fraction=float(_TIMES)) for _ in range(_RUNS)],
             ]
 
-        def judge(site: Site, both: list[list[TrialRun]]) -> str | None:
+        def judge(site: Site, both: list[list[Run]]) -> str | None:
             means = [abs(np.mean([r.numbers[site] for r in runs])) for runs in both]
             return _find_growth(*means, least=_TIMES**0.5)
 
@@ -370,7 +380,7 @@ class _Runner:
                 for runs in both
             ]
             numbers["apply", index] = _find_growth(*means, least=_TIMES**0.25)
-        return Trial(numbers, states=self._last.strays)
+        return Trial(numbers, states=self._strays)
 
     def _find_numbers(
         self, run: Callable[[], Any], judge: Callable[[Site, Any], str | None]
@@ -379,7 +389,7 @@ class _Runner:
         runs = run()
         numbers: dict[Site, str | None] = {}
         for level in _LEVELS:
-            found = [site for site in self._last.numbers if site[0] == level]
+            found = [site for site in self._sites if site[0] == level]
             numbers |= {site: judge(site, runs) for site in found}
             # Nothing depends on what is logged.
             if self._set_kinds(numbers) and level != "log":
@@ -392,14 +402,14 @@ class _Runner:
         self._kinds = Trial(numbers, gatherable=self._gatherable).kinds
         return self._kinds != before
 
-    def _is_random(self, whole: TrialRun) -> bool:
+    def _is_random(self, whole: Run) -> bool:
         """Return True if the step gives something else if it runs again."""
-        self._kinds = LossKinds()  # which the whole was run with
+        self._kinds = LossKinds()  # which the whole was traced with
         again = self._compare_updates(whole, [self._run(self._leaves)], [1.0])
         return "neither" in again[0].values()
 
     def _compare_updates(
-        self, whole: TrialRun, parts: Sequence[TrialRun], fractions: Sequence[float]
+        self, whole: Run, parts: Sequence[Run], fractions: Sequence[float]
     ) -> tuple[dict[Site, str | None], float, dict[str, float]]:
         """Return the kind of each update, the largest difference, and each weight's."""
         found: dict[Site, str | None] = {}
@@ -407,7 +417,7 @@ class _Runner:
         updates = [run.gradients for run in (whole, *parts)]
         for index, (update, *others) in enumerate(zip(*updates, strict=True)):
             kind, difference, by_weight = self._compare(update, others, fractions)
-            if kind == "neither" and self._last.has_gathered:
+            if kind == "neither" and self._has_gathered:
                 kind, difference = "mean", 0.0  # one rank cannot simulate `gather_rows`
             found["apply", index] = kind
             most, weights = max(most, difference), weights | by_weight
@@ -455,48 +465,92 @@ class _Runner:
         *,
         begin: int = 0,
         fraction: float = 1.0,
-        whole: TrialRun | None = None,
-    ) -> TrialRun:
+        shared: list[Any] | None = None,
+    ) -> Run:
         """Run the step on rows, and put back what it changes but random generators."""
-        rest = iter(leaves)
-        data = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else next(rest), self._data
-        )
-        run = self._last = TrialRun(begin, fraction, whole)
-        calls: list[Recorded] = []
-        rows = int(num_rows(data))
-        context = StepContext(
-            rows=rows,
-            rows_of_all=tf.constant(rows / fraction, tf.float64),
-            global_rows=self._rows * comm.size(),
-            recorded=calls,
-            trial=run,
-        )
-        variables = list_variables(self._model)
-        with (
-            preserve_variables([v for v in variables if not is_seed(v)]),
-            preserve_others(variables) as changed,
-            step_context.enter(context),
-            step_context.run_inline(),
-        ):
+        function, variables = self._step_on, list_variables(self._model)
+        variables = [v for v in variables if not _is_seed(v)]
+        others: list[Any] = []  # that the model does not keep
+        if not self._model.run_eagerly:
+            function = self._trace_for(leaves, shared)
+            kept = {id(variable.value) for variable in list_variables(self._model)}
+            others = [v for v in function.graph.variables if id(v) not in kept]
+            others = [v for v in others if not _is_seed(v)]
+        before = [tf.identity(variable) for variable in others]
+        with preserve_variables([*variables, *others]):
             for found in optimizers_of(self._model):
                 if isinstance(found, keras.optimizers.LossScaleOptimizer):
                     scale = found.dynamic_scale
                     scale.assign(tf.minimum(scale, _LOSS_SCALE))
-            self._split(self._kinds)(data)
-            run.state = read_state(self._model)
-            run.strays = name_strays(self._model, changed())
-        for call in calls:
-            known = variables_of(call.optimizer, call.variables)
-            pairs = zip(call.gradients, known, strict=True)
-            run.gradients.append(
-                {
-                    getattr(v, "path", v.name): _some_elements(gradient)
-                    for gradient, v in pairs
-                    if gradient is not None
-                }
+            gradients, numbers, shared = function(
+                leaves, tf.constant(begin), tf.constant(fraction, tf.float64), shared
             )
-        return run
+            state = read_state(self._model)
+            pairs = zip(others, before, strict=True)
+            changed = [
+                variable for variable, value in pairs if differs(variable, value)
+            ]
+            self._strays = name_strays(self._model, changed)
+        named = [
+            dict(zip(paths, map(np.array, update), strict=True))
+            for paths, update in zip(self._paths, gradients, strict=True)
+        ]
+        values = dict(zip(self._sites, map(float, numbers), strict=True))
+        return Run(named, values, shared, state)
+
+    def _trace_for(self, leaves: list[Any], shared: Any) -> Any:
+        """Return the step traced for any number of rows, or else for these."""
+        if not self._is_of_fixed_rows:
+            try:
+                return self._trace(map(_any_rows, leaves), shared)
+            except Exception:  # a number of rows may be a constant of the step
+                self._is_of_fixed_rows = True
+        return self._trace(map(tf.type_spec_from_value, leaves), shared)
+
+    def _trace(self, specs: Iterable[Any], shared: Any) -> Any:
+        specs = list(specs)
+        key = shared is None, self._kinds, tuple(specs)
+        if key not in self._functions:
+            step = tf.function(self._step_on, autograph=False)
+            self._functions[key] = step.get_concrete_function(
+                specs,
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.float64),
+                shared and [tf.TensorSpec(t.shape, t.dtype) for t in shared],
+            )
+        return self._functions[key]
+
+    def _step_on(
+        self, leaves: list[Any], begin: Any, fraction: Any, shared: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        rest = iter(leaves)
+        data = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else next(rest), self._data
+        )
+        run = TrialRun(begin, fraction, shared)
+        calls: list[Recorded] = []
+        rows, global_rows = num_rows(data), self._rows * comm.size()
+        context = StepContext(
+            rows=rows,
+            rows_of_all=tf.cast(rows, tf.float64) / fraction,
+            global_rows=global_rows,
+            recorded=calls,
+            trial=run,
+        )
+        with step_context.enter(context), step_context.run_inline():
+            self._split(self._kinds)(data)
+        self._sites, self._has_gathered = list(run.numbers), run.has_gathered
+        self._gatherable = {
+            site: found * global_rows / 2**20 for site, found in run.gatherable.items()
+        }
+        self._paths, updates = [], []
+        for call in calls:
+            variables = variables_of(call.optimizer, call.variables)
+            pairs = zip(call.gradients, variables, strict=True)
+            known = [(g, variable) for g, variable in pairs if g is not None]
+            self._paths.append([getattr(v, "path", v.name) for _, v in known])
+            updates.append([_some_elements(gradient) for gradient, _ in known])
+        return updates, list(run.numbers.values()), run.shared
 
 
 def _join(trials: Sequence[Trial]) -> Trial:
@@ -551,14 +605,15 @@ def _find_growth(before: Any, after: Any, *, least: float) -> str | None:
     return "sum" if after > least * before else "mean"
 
 
-def _some_elements(gradient: Any) -> np.ndarray:
+def _some_elements(gradient: Any) -> Any:
     """Return elements of a gradient, evenly spread; of a sparse one, sums of rows."""
     if isinstance(gradient, tf.IndexedSlices):
         rows, places = _MOST_SPARSE_ROWS, gradient.indices % _MOST_SPARSE_ROWS
         gradient = tf.math.unsorted_segment_sum(gradient.values, places, rows)
     flat = tf.reshape(gradient, [-1])
-    every = max(1, -(-len(flat) // _MOST_ELEMENTS))
-    return tf.cast(flat[::every], tf.float64).numpy()
+    size = flat.shape[0]
+    every = 1 if size is None else -(-size // _MOST_ELEMENTS)
+    return tf.cast(flat[::every], tf.float64)
 
 
 def _norm(gradients: Iterable[np.ndarray]) -> float:
@@ -578,6 +633,22 @@ def _repeat(leaf: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         return tf.sparse.concat(0, [leaf] * _TIMES)
     return tf.concat([leaf] * _TIMES, 0)
+
+
+def _any_rows(leaf: Any) -> Any:
+    """Return the spec of such values with any number of rows."""
+    spec = tf.type_spec_from_value(leaf)
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        kind = spec.ragged_rank, spec.row_splits_dtype
+        return tf.RaggedTensorSpec(shape, spec.dtype, *kind)
+    return type(spec)(shape, spec.dtype)
+
+
+def _is_seed(variable: Any) -> bool:
+    """Return True for the state of a generator of Keras, or of TensorFlow."""
+    dtype, shape = keras.backend.standardize_dtype(variable.dtype), variable.shape
+    return dtype == "int64" and tuple(shape) in ((2,), (3,))
 
 
 @contextlib.contextmanager

@@ -88,14 +88,17 @@ class Standardize(keras.layers.Layer):
 
 
 class Counts(keras.layers.Layer):
-    """Changes a variable that the model does not keep."""
+    """Changes variables that the model does not keep."""
 
     def __init__(self):
         super().__init__(name="counts")
         self.held = tf.Variable(0.0, dtype="float64")
+        self.queue = tf.Variable(tf.zeros([2]))
 
     def call(self, x):
         self.held.assign_add(1.0)
+        self.queue[1:].assign([5.0])
+        self.queue.scatter_nd_add([[0]], [1.0])
         return x
 
 
@@ -136,9 +139,11 @@ def test_what_says_how_it_is_combined_is_not(world):
 
 def test_a_variable_outside_of_the_model_is_named(world):
     """Each rank has its own value of it."""
-    messages, _ = messages_of([Counts()])
+    messages, model = messages_of([Counts()])
     assert len(messages) == (world.rank == 0), messages
-    assert all("own value: counts.held." in text for text in messages)
+    assert all("counts.held" in text and "counts.queue" in text for text in messages)
+    layer = model.get_layer("counts")
+    assert float(layer.held) == 3 and layer.queue.numpy().tolist() == [3, 5]
 
 
 def test_the_trial_changes_nothing(world):

@@ -23,6 +23,13 @@ class Steps(keras.Sequential):
     def train_step(self, data):
         x, y = data
         variables = self.trainable_variables
+        if self.way == "graph alone":
+            loss = tf.reduce_sum(tf.square(y - self(x))) / 24
+            gradients = tf.gradients(loss, [v.value for v in variables])
+            self.optimizer.apply(gradients, variables)
+            return {"loss": loss}
+        if self.way == "noisy_inputs":
+            x += x * tf.random.normal(tf.shape(x), dtype=x.dtype)
         with tf.GradientTape() as tape:
             with tf.GradientTape() as inner:
                 inner.watch(x)
@@ -92,9 +99,14 @@ def test_layers_that_normalize_by_the_rows_of_a_rank_are_named_first(world):
     assert [text.split(":")[0] for text in texts] == ["normalizes"][world.rank :]
 
 
-@pytest.mark.parametrize("way", shortened(["", "sign"], {"sign"}))
+@pytest.mark.parametrize(
+    "way", shortened(["", "sign", "graph alone"], {"sign", "graph alone"})
+)
 def test_a_step_that_they_equal_is_not(way):
-    """A gradient with respect to inputs, of which only the sign counts, is one."""
+    """A gradient with respect to inputs, of which only the sign counts, is one.
+
+    So is a sum that only a graph can differentiate.
+    """
     models = [make(way), make(way)]
     models[0].fit(X, Y, batch_size=24, shuffle=False, verbose=0)
     assert not fit(models[1])
@@ -108,6 +120,16 @@ def test_a_step_that_they_equal_is_not(way):
 def test_a_random_sum_is_told_from_a_random_mean(way, kind):
     """By rows that are repeated; `Dropout` does not count."""
     assert keras_dist.check_split(make(way, rate=0.5), X, Y).kinds == (kind,)
+
+
+def test_the_trial_uses_up_no_random_number(world):
+    """A rank whose rows are not random tries less."""
+    x = X.copy()
+    x[:: world.size] = 0
+    keras_dist.dist_fit(
+        make("noisy_inputs"), x, Y, batch="global", shuffle=False, verbose=0
+    )
+    assert len(set(keras_dist.gather(float(tf.random.uniform([]))))) == 1
 
 
 def test_check_split_changes_nothing():
