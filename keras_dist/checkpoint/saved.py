@@ -220,7 +220,7 @@ def _check_shared(path: str) -> None:
 def _write_marker(path: str) -> None:
     try:
         with open(path, "xb") as file:
-            file.write(b"\0" * 4096)  # as a small checkpoint
+            file.write(os.urandom(4096))  # as a small checkpoint
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

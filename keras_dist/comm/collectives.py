@@ -19,7 +19,9 @@ from keras_dist.launch.signing import sign, verify
 # Variables of fewer bytes are broadcast together, in messages of about so many.
 _PACKED, _MESSAGE = 2**16, 2**20
 
-# Dtypes that Horovod broadcasts, by their bytes: others are sent as their bits.
+# Dtypes that Horovod broadcasts. Others are sent as their bits, in words of their size.
+_BROADCAST = {tf.bool, tf.uint8, tf.int8, tf.int32, tf.int64}
+_BROADCAST |= {tf.float16, tf.float32, tf.float64}
 _WORDS = {1: tf.uint8, 2: tf.float16, 4: tf.float32, 8: tf.float64}
 
 # The length that stands before each message of a gather.
@@ -93,8 +95,8 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
 
     Args:
         value: A tensor or variable (of the same shape on all ranks), or any Python
-            object that can be pickled. The values of the other ranks are ignored,
-            and may be `None`.
+            object that can be pickled. The values of the other ranks are ignored;
+            where the root's is no tensor, they may be `None`.
         root_rank: The rank whose value is sent to the others.
 
     Returns:
@@ -121,13 +123,11 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
         return own
     if _is_tensor(value):
         own = _tensor(value)
-        dtype = own.dtype
-        if dtype == tf.bool:
-            return tf.cast(broadcast(tf.cast(own, tf.uint8), root_rank), tf.bool)
-        wire = _hide(tf.bitcast(own, _WORDS[dtype.real_dtype.size]))
-        name = name_of("broadcast")
-        result = transport.broadcast(link, wire, root_rank=root_rank, name=name)
-        return tf.bitcast(result, dtype)
+        dtype, name = own.dtype, name_of("broadcast")
+        is_plain = dtype in _BROADCAST
+        wire = own if is_plain else tf.bitcast(own, _WORDS[dtype.real_dtype.size])
+        wire = transport.broadcast(link, _hide(wire), root_rank=root_rank, name=name)
+        return wire if is_plain else tf.bitcast(wire, dtype)
     message = sign(value if world.rank == root_rank else None)
     return verify(_gather_bytes(message, _allgather_bytes)[root_rank])
 
@@ -340,8 +340,8 @@ def _outermost_graph() -> Any:
 def sendable(tensor: Any) -> Any:
     """Cast a tensor to a dtype that Horovod can sum, and hide that it is constant.
 
-    Horovod sums no bfloat16, no bool, and no small or unsigned integers. A complex
-    tensor, which it does not sum, either, is an error there.
+    Horovod sums no bfloat16, no bool, and no small or unsigned integers, and a sum of
+    int32 may overflow before it is divided. A complex tensor is an error there.
     """
     dtype = tensor.dtype
     if dtype in (tf.bfloat16, tf.float16):

@@ -18,13 +18,13 @@ _MOST_LINES = 16
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of one rank: its exit code and its error, if it had one.
+    """How one rank ended, or where it was when its host began to end all.
 
     Args:
         rank: The rank.
         where: Where it was, in words.
         code: Its exit code, 128 + the number of a signal that ended it; `None` if it
-            still ran when the job ended.
+            still ran when its host began to end all.
         time: Time of its error, or of its end; as of `time.time`.
         summary: One line that says how it failed, or that it left the others; empty if
             it did not.

@@ -123,7 +123,7 @@ def _wait(
         begin = (begin or time.monotonic()) if codes else 0.0
         code = codes.get(first, _LOST)
         if 0 <= code != _LOST or len(codes) == len(commands):
-            return code  # the job's: the first host has waited until all others know it
+            return code  # the first host leaves last, with the job's code
         if begin and time.monotonic() - begin > _TOGETHER_SECONDS:
             host, code = next(iter(codes.items()))
             print_message(

@@ -1,5 +1,6 @@
 """Find the optimizers of a model, and the optimizers inside another one."""
 
+import contextlib
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,8 +63,11 @@ def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     members = (vars(cls).items() for cls in type(value).__mro__)
-    slots = [n for n, m in chain(*members) if isinstance(m, types.MemberDescriptorType)]
-    in_slots = [getattr(value, name, None) for name in slots]
+    in_slots = []
+    for _, member in chain(*members):
+        if isinstance(member, types.MemberDescriptorType):
+            with contextlib.suppress(AttributeError):  # it has no value yet
+                in_slots.append(member.__get__(value))
     return [*getattr(value, "__dict__", {}).values(), *in_slots]
 
 

@@ -254,8 +254,8 @@ def _check_rows(tensor: Any, context: step_context.StepContext) -> Any:
         "`gather_rows` takes a tensor with one entry for each row of the batch, "
         "since it puts the rows of all ranks in the order of the global batch. "
         "Gather parts of another length one by one. "
-        f"Received: a tensor of shape {tensor.shape}, which has not the rows of the "
-        "batch."
+        f"Received: a tensor of shape {tensor.shape}, and another number of rows in "
+        "the batch."
     )
     if tensor.shape.rank == 0:
         raise ValueError(message)

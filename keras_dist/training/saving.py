@@ -252,9 +252,10 @@ def _make_draft(folder: str) -> Iterator[str]:
     prefix = f".keras_dist.{socket.gethostname()}."
     with contextlib.ExitStack() as stack:
         with _lock(folder):
-            for name in os.listdir(folder):
-                if name.startswith(prefix):
-                    _remove_left(os.path.join(folder, name))
+            with contextlib.suppress(OSError):  # it cannot be read
+                for name in os.listdir(folder):
+                    if name[:-8] == prefix:  # `mkdtemp` adds eight characters
+                        _remove_left(os.path.join(folder, name))
             draft = tempfile.mkdtemp(prefix=prefix, dir=folder)
             stack.callback(shutil.rmtree, draft, ignore_errors=True)
             stack.enter_context(_lock(draft))
@@ -268,7 +269,7 @@ def _remove_left(draft: str) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(draft, ignore_errors=True)
         finally:
-            os.close(descriptor)
+            _unlock(descriptor)
 
 
 def _reserve(path: str, model: Any) -> None:
@@ -307,4 +308,11 @@ def _lock(folder: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        _unlock(descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    """Release a lock, which a process that was forked in the meantime would keep."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

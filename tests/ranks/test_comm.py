@@ -186,6 +186,14 @@ def test_objects_are_broadcast_and_gathered(world):
     for dtype in ("complex64", "complex128"):
         tensor = tf.constant([world.rank + 0.5j, 1.5], dtype)
         assert keras_dist.broadcast(tensor, last).numpy().tolist() == [last + 0.5j, 1.5]
+    variable = tf.Variable([1.0])
+    with tf.GradientTape() as tape:
+        sent = keras_dist.broadcast(variable, 0)
+    assert tape.gradient(sent, variable) is not None
+    if world.size > 1:
+        mixed = tf.constant([1.0]) if world.rank == 0 else tf.constant([1])
+        with pytest.raises(tf.errors.OpError, match="data type"):
+            keras_dist.broadcast(mixed, 0)
 
 
 def test_variables_are_broadcast_alone_and_packed(world, monkeypatch):

@@ -137,7 +137,7 @@ def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
             np.testing.assert_allclose(own, other, rtol=1e-6)
 
     if load is not serve:  # exports have no folder of their own
-        left = folder / f".keras_dist.{socket.gethostname()}.left"
+        left = folder / f".keras_dist.{socket.gethostname()}.leftover"
         left.mkdir(exist_ok=True)
     errors = []
     for number in range(times):
