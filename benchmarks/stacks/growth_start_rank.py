@@ -1,6 +1,6 @@
 """A small fit that says when its parts have ended, and counts its collectives.
 
-Arguments: "plain" or "distributed"; when it was started, in seconds since 1970.
+Arguments: "plain" or a launcher; when it was started, in seconds since 1970.
 """
 
 import json
