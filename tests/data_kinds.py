@@ -1,5 +1,6 @@
 """Every kind of data that `fit` and `evaluate` take, made of rows of `x` and `y`."""
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -12,35 +13,42 @@ import tensorflow as tf
 WINDOW = 3
 
 
-class Sequence(keras.utils.PyDataset):
+class Listed(keras.utils.PyDataset):
+    """Batches of a list."""
+
+    def __init__(self, batches, **arguments):
+        super().__init__(**arguments)
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+class Sequence(Listed):
     """Batches of the given sizes, in turn; the last one has what is left."""
 
     def __init__(self, x, y, sizes, **arguments):
-        super().__init__(**arguments)
         ends = [0]
         while ends[-1] < len(y):
             ends.append(min(ends[-1] + sizes[(len(ends) - 1) % len(sizes)], len(y)))
-        self.parts = [slice(*ends[i : i + 2]) for i in range(len(ends) - 1)]
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.parts)
-
-    def __getitem__(self, index):
-        return self.x[self.parts[index]], self.y[self.parts[index]]
+        parts = itertools.starmap(slice, itertools.pairwise(ends))
+        super().__init__([(x[part], y[part]) for part in parts], **arguments)
 
 
 class Loader:
     """An iterable with a length, as a `DataLoader` of torch is."""
 
     def __init__(self, x, y, size):
-        self.batches = Sequence(x, y, [size])
+        self.batches = Sequence(x, y, [size]).batches
 
     def __len__(self):
         return len(self.batches)
 
     def __iter__(self):
-        return (self.batches[index] for index in range(len(self)))
+        return iter(self.batches)
 
 
 class WithoutLength:

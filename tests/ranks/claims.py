@@ -164,6 +164,13 @@ def assert_close(arrays, expected, tolerance=1e-5):
         np.testing.assert_allclose(own, other, rtol=tolerance, atol=tolerance / 10)
 
 
+def assert_same_bits(arrays, expected):
+    """Lists of arrays are equal, without any rounding."""
+    for own, other in zip(arrays, expected, strict=True):
+        assert own.dtype == other.dtype and own.shape == other.shape
+        assert (own == other).all()
+
+
 def state_of(model):
     """All weights and the optimizer's state, as arrays."""
     if isinstance(model, OneProcess):

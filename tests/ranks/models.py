@@ -119,6 +119,44 @@ def in_precision(policy):
     return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, dtype=policy)])
 
 
+class Stepping(keras.Model):
+    """A train step that differentiates a loss, by one optimizer.
+
+    Beside `keras.Sequential` as a second base class, it has no `call` of its own.
+    """
+
+    def loss_of(self, data):
+        """The loss of what Keras gives a step."""
+        raise NotImplementedError
+
+    def report(self, loss):
+        """The logs of a step with this loss."""
+        return {"loss": loss}
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return self.report(loss)
+
+
+def make_compiled(make, *arguments, seed=3, **options):
+    """A new, compiled model, with the same weights at each call.
+
+    Args:
+        make: Makes the model after the seed was set.
+        *arguments: Of `compile`.
+        seed: Of the weights.
+        **options: Of `compile`.
+    """
+    keras.utils.set_random_seed(seed)
+    model = make()
+    model.compile(*arguments, **options)
+    return model
+
+
 class AddsSum(keras.layers.Layer):
     """Adds a loss that is the sum of its inputs' squares, in float32."""
 
@@ -232,7 +270,7 @@ class OwnLoss(keras.Model):
         return loss + sum(self.losses)
 
 
-class OwnStep(keras.Model):
+class OwnStep(Stepping):
     """A `train_step` of its own."""
 
     def __init__(self):
@@ -242,15 +280,9 @@ class OwnStep(keras.Model):
     def call(self, x):
         return self.inner(x)
 
-    def train_step(self, data):
+    def loss_of(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean((self(x, training=True)[:, 0] - y) ** 2)
-        weights = self.trainable_variables
-        self.optimizer.apply_gradients(
-            zip(tape.gradient(loss, weights), weights, strict=True)
-        )
-        return {"loss": loss}
+        return keras.ops.mean((self(x, training=True)[:, 0] - y) ** 2)
 
 
 SUBJECTS = {

@@ -114,8 +114,8 @@ def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
 
     class Shuffled(Sequence):
         def on_epoch_end(self):
-            order = np.random.default_rng().permutation(len(self.x))
-            self.x, self.y = self.x[order], self.y[order]
+            order = np.random.default_rng().permutation(len(x))
+            self.batches = Sequence(x[order], y[order]).batches
 
     for data, text in (
         (Shuffled(x, y), "After `on_epoch_end`"),
