@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,6 +18,10 @@ ROOT = Path(__file__).parents[1]
 
 # For a process in another folder: this package, and what `startup/` does.
 PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
+
+RUN = [sys.executable, "-m", "keras_dist", "run"]
+# Without the option it takes MPI if it has that, and `mpirun` refuses to run as root.
+HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]
 
 _HOROVOD = {
     # A rank that waits for another one fails after a minute.
@@ -37,23 +43,70 @@ def free_port() -> int:
     raise OSError("100 ports are in use.")
 
 
+def write_script(folder: Path, text: str, name: str = "script.py") -> str:
+    """Write a script into a folder; return its path."""
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def start(
+    command: Sequence[object], *, env: dict[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a command from the root of the repository.
+
+    Args:
+        command: A program, or a script of Python, and its arguments.
+        env: Variables to set beside this process's.
+        **options: Of `Popen`; by default both outputs can be read, as text.
+    """
+    words = [str(word) for word in command]
+    words = [sys.executable, *words] if words[0].endswith(".py") else words
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {"cwd": ROOT, **pipes, **options}
+    return subprocess.Popen(words, env={**os.environ, **(env or {})}, **options)
+
+
+def finish(
+    process: subprocess.Popen[str], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a command that has a session of its own.
+
+    Raises:
+        TimeoutError: With what was printed so far; all that it started has ended.
+    """
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        stdout, stderr = _end(process)
+        raise TimeoutError(
+            f"{process.args} did not end within {timeout} s.\n{stdout}\n{stderr}"
+        ) from None
+    except BaseException:  # the test run itself was interrupted
+        _end(process)
+        raise
+    code = process.returncode
+    return subprocess.CompletedProcess(process.args, code, stdout, stderr)
+
+
 def launch(
-    command: list[str],
+    command: Sequence[object],
     *,
-    ranks: int | None,
-    timeout: float,
+    ranks: int | None = None,
+    timeout: float = 300,
     env: dict[str, str] | None = None,
     launcher: str = "keras-dist",
+    check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` from the root of the repository until it ends.
 
     Args:
-        command: A program and its arguments.
+        command: A program, or a script of Python, and its arguments.
         ranks: How many ranks of it to start; `None` for without a launcher.
         timeout: Seconds after which the command and all it started are ended.
         env: Variables to set beside this process's.
         launcher: "keras-dist" for `keras-dist run`; or "horovodrun", which imports
             TensorFlow three times before it starts a rank.
+        check: Whether an exit code other than 0 is an error.
 
     Returns:
         The exit code, and what was printed: each line with its rank before it, as of
@@ -64,26 +117,25 @@ def launch(
     """
     if ranks is not None:
         command = _under(launcher, command, ranks)
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **_HOROVOD, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that the whole group can be ended
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        stdout, stderr = _end(process)
-        raise TimeoutError(
-            f"{' '.join(command)} did not end within {timeout} s.\n{stdout}\n{stderr}"
-        ) from None
-    except BaseException:  # the test run itself was interrupted
-        _end(process)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    process = start(command, env={**_HOROVOD, **(env or {})}, start_new_session=True)
+    done = finish(process, timeout)
+    ends = f"{done.stdout[-20_000:]}\n{done.stderr[-8000:]}"
+    assert not (check and done.returncode), f"{done.args}: {done.returncode}\n{ends}"
+    return done
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
+    """Wait until a condition is true; a `TimeoutError` after so many seconds."""
+    begin = time.monotonic()
+    while not condition():
+        if time.monotonic() - begin > seconds:
+            raise TimeoutError(f"waited for {what}")
+        time.sleep(0.02)
+
+
+def wait_for_files(*files: Path, seconds: float = 60) -> None:
+    """Wait until all these files are there."""
+    until(lambda: all(file.exists() for file in files), f"{files}", seconds)
 
 
 def prefix(rank: int) -> str:
@@ -91,12 +143,11 @@ def prefix(rank: int) -> str:
     return f"[{rank}] " if rank else ""
 
 
-def _under(launcher: str, command: list[str], ranks: int) -> list[str]:
+def _under(launcher: str, command: Sequence[object], ranks: int) -> list[object]:
     if launcher == "horovodrun":
-        horovodrun = Path(sys.executable).with_name("horovodrun")
-        # Else it takes MPI where it is built, and `mpirun` refuses to run as root.
-        return [str(horovodrun), "--gloo", "-np", str(ranks), *command]
-    return [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks), *command]
+        script = [sys.executable] if str(command[0]).endswith(".py") else []
+        return [*HOROVODRUN, "-np", ranks, *script, *command]
+    return [*RUN, "-np", ranks, *command]
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:

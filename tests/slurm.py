@@ -4,17 +4,14 @@
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch import PYTHONPATH, ROOT
+from launch import PYTHONPATH, finish, free_port, start, until
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "munge", "runuser")
-_SECONDS = 30.0
 
 _CONFIG = """\
 ClusterName=tests
@@ -59,18 +56,12 @@ def nodes(folder: Path) -> Iterator["Slurm"]:
         folder: For its files.
     """
     (folder / "state").mkdir()
-    ports = _free_ports(3)
+    facts = {"host": socket.gethostname(), "cores": os.cpu_count()}
+    ports = [free_port() for _ in range(3)]
     config = folder / "slurm.conf"
-    config.write_text(
-        _CONFIG.format(
-            host=socket.gethostname(),
-            folder=folder,
-            ports=ports,
-            cores=os.cpu_count(),
-        )
-    )
+    config.write_text(_CONFIG.format(folder=folder, ports=ports, **facts))
     slurm = Slurm(config)
-    daemons: list[subprocess.Popen[bytes]] = []
+    daemons: list[subprocess.Popen[str]] = []
     try:
         if slurm.run("munge", "-n").returncode:
             for name in ("run", "var/log", "var/lib"):
@@ -79,16 +70,13 @@ def nodes(folder: Path) -> Iterator["Slurm"]:
             words = ["runuser", "-u", "munge", "--", "munged", "--foreground"]
             daemons.append(slurm.start(*words))
             slurm.until("munge", "-n")
-        for words in (
-            ["slurmctld", "-Dc"],
-            *(["slurmd", "-DN", n] for n in slurm.names),
-        ):
-            daemons.append(slurm.start(*words))
+        daemons.append(slurm.start("slurmctld", "-Dc"))
+        daemons += [slurm.start("slurmd", "-DN", name) for name in ("n1", "n2")]
         slurm.until("srun", "-N2", "-n2", "--immediate=1", "true")
         yield slurm
     finally:
         for daemon in reversed(daemons):
-            daemon.send_signal(signal.SIGTERM)
+            daemon.terminate()
             try:
                 daemon.communicate(timeout=10)
             except subprocess.TimeoutExpired:
@@ -99,8 +87,6 @@ def nodes(folder: Path) -> Iterator["Slurm"]:
 class Slurm:
     """A SLURM that runs. Made by `nodes`."""
 
-    names = ("n1", "n2")
-
     def __init__(self, config: Path) -> None:
         self._env = {
             "SLURM_CONF": str(config),
@@ -108,37 +94,15 @@ class Slurm:
             "KERAS_DIST_SECRET": "a secret of these tests",
         }
 
-    def start(self, *words: object, **variables: str) -> "subprocess.Popen[bytes]":
+    def start(self, *words: object, **variables: str) -> "subprocess.Popen[str]":
         """Start a command that knows this SLURM."""
-        return subprocess.Popen(
-            [str(word) for word in words],
-            cwd=ROOT,
-            env={**os.environ, **self._env, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        options = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        return start(words, env={**self._env, **variables}, **options)
 
     def run(self, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        process = self.start(*words, **variables)
-        stdout, stderr = process.communicate(timeout=200)
-        texts = stdout.decode(), stderr.decode()
-        return subprocess.CompletedProcess(words, process.returncode, *texts)
+        return finish(self.start(*words, **variables))
 
     def until(self, *words: object) -> None:
         """Try a command until it succeeds."""
-        begin = time.monotonic()
-        while (done := self.run(*words)).returncode:
-            if time.monotonic() - begin > _SECONDS:
-                raise TimeoutError(f"{words}: {done.stderr}")
-            time.sleep(0.3)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+        until(lambda: not self.run(*words).returncode, f"{words}", 30)

@@ -1,12 +1,10 @@
 """A rank that fails ends the job, and its own error is the one to read."""
 
 import socket
-import subprocess
-import sys
 
 import pytest
 from forked import torchrun
-from launch import launch
+from launch import launch, write_script
 
 _READS_RESULTS = """
 import keras, keras_dist, numpy as np, tensorflow as tf
@@ -49,9 +47,7 @@ keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
 
 def test_a_rank_that_leaves_while_others_train_is_the_cause(tmp_path):
     """By `sys.exit(0)`: in the headline, and by the rank that had to fail for it."""
-    script = tmp_path / "script.py"
-    script.write_text(LEAVES)
-    done = launch([str(script)], ranks=2, timeout=100, env={"LEAVES": "1"})
+    done = launch([write_script(tmp_path, LEAVES)], ranks=2, env={"LEAVES": "1"})
     assert done.returncode == 1, done.stderr
     text = "ended with no error in epoch 3 while others were training."
     report = done.stderr[done.stderr.rindex("keras-dist: rank 1 failed first") :]
@@ -71,9 +67,7 @@ sys.exit(0)
 
 def test_ranks_that_leave_together_have_not_failed(tmp_path):
     """Each by `sys.exit(0)` in the same epoch."""
-    script = tmp_path / "script.py"
-    script.write_text(_LEAVES_ALONE)
-    done = launch([str(script)], ranks=2, timeout=100)
+    done = launch([write_script(tmp_path, _LEAVES_ALONE)], ranks=2)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -93,15 +87,13 @@ class Heavy(keras.layers.Dense):
         self.bias.assign(store["1"])
 
 path = sys.argv[1]
+model = keras.Sequential([keras.Input((2,)), Heavy(1)])
+model.compile("sgd", "mse")
 if "kill" in sys.argv:
-    model = keras.Sequential([keras.Input((2,)), Heavy(1)])
-    model.compile("sgd", "mse")
     saves = keras.callbacks.ModelCheckpoint(path, save_weights_only="weights" in path)
     keras_dist.dist_fit(model, np.ones((32, 2)), np.ones(32), batch_size=4, epochs=2,
                         verbose=0, callbacks=[saves])
 else:
-    model = keras.Sequential([keras.Input((2,)), Heavy(1)])
-    model.compile("sgd", "mse")
     model.load_weights(path)
     print("loaded", float(model.layers[0].kernel[0, 0]))
 """
@@ -112,12 +104,10 @@ else:
 )
 def test_a_killed_process_leaves_the_file_before(tmp_path, name):
     """Killed in the middle of the second checkpoint: the first one loads."""
-    script, path = tmp_path / "script.py", tmp_path / name
-    script.write_text(_KILLED)
-    command = [sys.executable, str(script), str(path)]
-    done = launch([*command, "kill"], ranks=2, timeout=300)
+    command = [write_script(tmp_path, _KILLED), tmp_path / name]
+    done = launch([*command, "kill"], ranks=2)
     assert done.returncode != 0
     [_, *left] = sorted(file.name for file in tmp_path.iterdir())  # after the draft
     assert left == [name, "script.py"]
-    loaded = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    loaded = launch(command)
     assert "loaded" in loaded.stdout, loaded.stderr

@@ -4,20 +4,24 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-import uuid
-from pathlib import Path
 
 import psutil
 import pytest
-from launch import PYTHONPATH, ROOT, free_port, launch, prefix
+from launch import (
+    PYTHONPATH,
+    RUN,
+    free_port,
+    launch,
+    prefix,
+    start,
+    until,
+    write_script,
+)
 
 import keras_dist
 from keras_dist.launch.hosts import parse_endpoint, parse_hosts, read_hostfile
-
-RUN = [sys.executable, "-m", "keras_dist", "run"]
 
 _FAILS = """
 import os, resource, signal, subprocess, sys, time
@@ -73,42 +77,28 @@ _CASES = {
 }
 
 
-def start(*words, mark="", **variables):
+def run(*words, **variables):
     """Run `keras-dist run` to its end, with variables in its environment."""
-    env = {"PYTHONPATH": PYTHONPATH, "MARK_OF_TEST": mark, **variables}
-    return launch([*RUN, *map(str, words)], ranks=None, timeout=240, env=env)
-
-
-def left_behind(mark):
-    """Processes that have a mark in their environment."""
-    sign, found = f"MARK_OF_TEST={mark}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if sign in (folder / "environ").read_bytes().split(b"\0"):
-                found.append((folder / "cmdline").read_bytes())
-        except OSError:
-            continue
-    return found
+    return launch([*RUN, *words], env={"PYTHONPATH": PYTHONPATH, **variables})
 
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
-        *((case, 2) for case in ("raise", "kill")),
+        *(("raise", 2), ("kill", 2)),
         *(
-            pytest.param(case, 2, marks=pytest.mark.long)
-            for case in _CASES
-            if case not in ("raise", "kill")
+            pytest.param(c, 2, marks=pytest.mark.long)
+            for c in [*_CASES][1:]
+            if c != "kill"
         ),
-        pytest.param("raise", 3, marks=pytest.mark.long),
-        pytest.param("kill", 3, marks=pytest.mark.long),
+        *(pytest.param(c, 3, marks=pytest.mark.long) for c in ("raise", "kill")),
     ],
 )
-def test_the_first_failure_is_read_first_and_nothing_is_left(tmp_path, case, ranks):
+def test_the_first_failure_is_read_first_and_nothing_is_left(
+    tmp_path, left_behind, case, ranks
+):
     """Its own traceback, a line for each other rank, its exit code, within 10 s."""
-    script, mark = tmp_path / "script.py", uuid.uuid4().hex
-    script.write_text(_FAILS)
-    done = start("-np", ranks, script, case, mark=mark)
+    done = run("-np", ranks, write_script(tmp_path, _FAILS), case)
     ended = time.time()
     begin, code = _CASES[case]
     failing = {"exit": 0, "kill": ranks - 1}.get(case, 1)
@@ -123,7 +113,6 @@ def test_the_first_failure_is_read_first_and_nothing_is_left(tmp_path, case, ran
         assert "step 7 of epoch 1" in report[0]
         assert all("step 7 of epoch 1" in line for line in others), others
     assert ended - float(done.stdout.split("fails at ")[1].split()[0]) < 10
-    assert left_behind(mark) == []
 
 
 _SLEEPS = """
@@ -135,39 +124,24 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_launcher_takes_everything_with_it(tmp_path, number):
+def test_a_stopped_launcher_takes_everything_with_it(tmp_path, left_behind, number):
     """Ctrl-C, SIGTERM, and SIGKILL, which the launcher cannot see."""
-    script, mark = tmp_path / "script.py", uuid.uuid4().hex
-    script.write_text(_SLEEPS)
-    process = subprocess.Popen(
-        [*RUN, "-np", "2", str(script)],
-        cwd=ROOT,
-        env={**os.environ, "MARK_OF_TEST": mark},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start([*RUN, "-np", 2, write_script(tmp_path, _SLEEPS)], stderr=None)
     for _ in range(2):
         assert process.stdout.readline().endswith("there\n")
-    begin = time.monotonic()
     process.send_signal(number)
     process.wait(timeout=10)
+    process.stdout.close()
     is_killed = number == signal.SIGKILL
     assert process.returncode == (-number if is_killed else 128 + number)
-    while is_killed and left_behind(mark) and time.monotonic() - begin < 10:
-        time.sleep(0.05)
-    assert left_behind(mark) == []
-    process.stdout.close()
+    if is_killed:
+        until(lambda: not left_behind(), "the end of the ranks")
 
 
 def test_a_rank_without_the_variables_of_the_job_ends_with_it():
     """As in a container; although it ignores SIGTERM."""
     shell = "trap '' TERM; echo $$; while :; do sleep 1; done"
-    process = subprocess.Popen(
-        [*RUN, "-np", "1", "env", "-i", "sh", "-c", shell],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start([*RUN, "-np", 1, "env", "-i", "sh", "-c", shell], stderr=None)
     try:
         rank = int(process.stdout.readline())
         process.send_signal(signal.SIGINT)
@@ -181,10 +155,10 @@ def test_a_rank_without_the_variables_of_the_job_ends_with_it():
 
 def test_a_job_outlives_its_terminal_where_the_user_says_so(tmp_path):
     """By `nohup`, which lets it ignore SIGHUP."""
-    script = tmp_path / "script.py"
-    script.write_text("import time; print('there'); time.sleep(1); print('done')")
-    command = ["nohup", *RUN, "-np", "1", str(script)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    code = "import time; print('there'); time.sleep(1); print('done')"
+    process = start(
+        ["nohup", *RUN, "-np", 1, write_script(tmp_path, code)], stderr=None
+    )
     assert process.stdout.readline() == "there\n"
     process.send_signal(signal.SIGHUP)
     assert process.communicate(timeout=20) == ("done\n", None)
@@ -194,7 +168,7 @@ def test_a_job_outlives_its_terminal_where_the_user_says_so(tmp_path):
 def test_the_launcher_imports_no_tensorflow():
     """With options of Python, too: it forks its reaper before the first thread."""
     words = ["-B", "-X", "importtime", "-m", "keras_dist", "run", "--help"]
-    done = launch([sys.executable, *words], ranks=None, timeout=100)
+    done = launch([sys.executable, *words])
     assert "argparse" in done.stderr and "tensorflow" not in done.stderr
 
 
@@ -212,10 +186,7 @@ time.sleep(1000)
 
 def test_ranks_may_save_when_the_launcher_receives_sigterm(tmp_path):
     """SIGTERM, by which schedulers preempt a job, is forwarded."""
-    script = tmp_path / "script.py"
-    script.write_text(_SAVES)
-    command = [*RUN, "-np", "2", str(script)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = start([*RUN, "-np", 2, write_script(tmp_path, _SAVES)], stderr=None)
     for _ in range(2):
         assert process.stdout.readline().endswith("there\n")
     process.send_signal(signal.SIGTERM)
@@ -234,38 +205,38 @@ sys.exit(5 if rank == "1" and int(start) < int(sys.argv[1]) else 0)
 
 def test_a_failed_job_is_started_again(tmp_path):
     """At most `--restarts` times; the exit code is that of the last start."""
-    script, logs = tmp_path / "script.py", tmp_path / "logs"
-    script.write_text(_COUNTS)
-    done = start("-np", 2, "--restarts", 2, "--log-dir", logs, script, 2, "--flag")
+    script, logs = write_script(tmp_path, _COUNTS), tmp_path / "logs"
+    done = run("-np", 2, "--restarts", 2, "--log-dir", logs, script, 2, "--flag")
     assert done.returncode == 0, done.stderr
     expected = [f"rank 1 start {n} ['2', '--flag']" for n in range(3)]
     assert (logs / "rank.1.log").read_text().split("\n")[:-1] == expected
     assert "rank 1" not in done.stdout and "rank 0 start 2" in done.stdout
-    assert start("-np", 2, "--restarts", 1, script, 2).returncode == 5
+    assert run("-np", 2, "--restarts", 1, script, 2).returncode == 5
 
 
 def test_ranks_that_were_asked_to_end_are_not_started_again(tmp_path):
     """They have saved, and the scheduler that has asked starts the job again."""
-    script = tmp_path / "script.py"
-    script.write_text("class SavedExit(SystemExit): pass\nraise SavedExit(75)")
-    done = start("-np", 2, "--restarts", 1, script)
+    words = ["-np", 2, "--restarts", 1]
+    code = "class SavedExit(SystemExit): pass\nraise SavedExit(75)"
+    done = run(*words, write_script(tmp_path, code))
     assert done.returncode == 75
     assert "asked to end by SIGTERM" in done.stderr and "start 2" not in done.stderr
-    script.write_text("raise SystemExit(75)")  # by itself
-    done = start("-np", 2, "--restarts", 1, script)
+    done = run(*words, write_script(tmp_path, "raise SystemExit(75)"))  # by itself
     assert done.returncode == 75 and "start 2 of at most 2" in done.stderr
 
 
 def test_a_dry_run_tells_what_would_start(tmp_path):
     """And starts nothing."""
-    script = tmp_path / "script.py"
-    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
-    done = start("--dry-run", "-H", "away:1,localhost:2", script, "--epochs", 3)
+    script = write_script(tmp_path, f"open({str(tmp_path / 'started')!r}, 'w')")
+    done = run("--dry-run", "-H", "away:1,localhost:2", script, "--epochs", 3)
     assert done.returncode == 0, done.stderr
     assert f"python {script} --epochs 3" in done.stdout
     assert "rank 0     away, GPU 0 if its host has GPUs" in done.stdout
     assert re.search(r"rank 2 +localhost, (CPU|GPU 1)\n.*HOROVOD_RANK=2", done.stdout)
     assert not (tmp_path / "started").exists()
+
+
+_TWO = ["--nnodes", 2, "--node-rank", 0, "--rdzv"]
 
 
 @pytest.mark.parametrize(
@@ -280,11 +251,21 @@ def test_a_dry_run_tells_what_would_start(tmp_path):
         (["-np", 3, "-H", "localhost:2", "-m", "this"], "fewer slots"),
         (["-np", 2, "--stall-limit", -1, "-m", "this"], "number of seconds"),
         (["--hostfile", "Makefile", "-m", "this"], "hosts file must be a name"),
+        # What cannot meet.
+        (["--nnodes", 2, "-m", "this"], "needs `--nnodes`, `--node-rank` and `--rdzv`"),
+        (["--rdzv", "a:1", "-m", "this"], "needs `--nnodes`, `--node-rank` and"),
+        (["--nnodes", 2, "--rdzv", "a:1", "-m", "this"], "needs `--nnodes`, `--node-"),
+        ([*_TWO, "a:1", "-H", "a:1", "-m", "this"], "and no `-H`"),
+        ([*_TWO, "a:b", "-m", "this"], "its name or address, and a port"),
+        ([*_TWO, "a:1", "-m", "this"], "needs a secret of at least 16"),
+        ([*_TWO, "localhost:1", "-m", "this"], "needs a secret of at least 16"),
+        ([*_TWO, "localhost:1", "--nnodes", 0, "-m", "this"], "rank 0 of 0"),
+        ([*_TWO, "localhost:1", "--node-rank", 2, "-m", "this"], "--nnodes, --node-"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(words, message):
-    """Before any rank is started."""
-    done = start(*words)
+    """Before any rank is started, and before anything listens."""
+    done = run(*words, KERAS_DIST_SECRET="short")
     assert done.returncode == 1
     assert message in done.stderr and "Received" in done.stderr
 
@@ -309,13 +290,11 @@ def stand_in(folder, text):
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_ranks_of_several_hosts_are_one_job(tmp_path):
+def test_ranks_of_several_hosts_are_one_job(tmp_path, left_behind):
     """Two names of this machine, and a stand-in for ssh that runs the command here."""
-    script, mark = tmp_path / "script.py", uuid.uuid4().hex
-    script.write_text(_ON_HOSTS)
     path = stand_in(tmp_path, 'echo "to $2" >&2\nexec sh -c "$3"\n')
     hosts = ["-H", "a:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
-    done = start(*hosts, script, mark=mark, PATH=path)
+    done = run(*hosts, write_script(tmp_path, _ON_HOSTS), PATH=path)
     assert done.returncode == 1, done.stderr
     assert "to a\n" in done.stderr and "to b\n" in done.stderr
     expected = [(0, 0, 1), (1, 0, 1)]
@@ -325,20 +304,16 @@ def test_ranks_of_several_hosts_are_one_job(tmp_path):
     assert report.startswith("keras-dist: rank 1 on b failed first")
     assert "KeyError: 'tea'" in report
     assert "Rank 0 on a was" in report
-    assert left_behind(mark) == []
 
 
-def test_a_host_that_cannot_be_reached_is_named(tmp_path):
+def test_a_host_that_cannot_be_reached_is_named(tmp_path, left_behind):
     """And the ranks of the others end."""
-    script, mark = tmp_path / "script.py", uuid.uuid4().hex
-    script.write_text(_SLEEPS)
     hosts = ["-H", "localhost:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
     path = stand_in(tmp_path, "echo no way >&2\nexit 255\n")
-    done = start(*hosts, script, mark=mark, PATH=path)
+    done = run(*hosts, write_script(tmp_path, _SLEEPS), PATH=path)
     assert done.returncode == 255
     assert done.stderr.startswith("no way\nkeras-dist: the command on b has ended")
     assert "connection to it was lost: exit code 255." in done.stderr
-    assert left_behind(mark) == []
 
 
 _FORKS = """
@@ -368,9 +343,7 @@ if keras_dist.rank() == 1:
 
 def test_what_a_forked_process_does_is_not_the_ranks_doing(tmp_path):
     """Its error, its exit and its place in a fit; each ends, as in plain Python."""
-    script = tmp_path / "script.py"
-    script.write_text(_FORKS)
-    done = start("-np", 2, script)
+    done = run("-np", 2, write_script(tmp_path, _FORKS))
     for rank in range(2):
         assert f"{prefix(rank)}children [1, 0, 3]" in done.stdout.splitlines()
         assert f"{prefix(rank)}sum 2" in done.stdout.splitlines()
@@ -405,12 +378,11 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
     named = "me.too@node-1.cluster:2,10.0.0.1:1,größe:1,DOMAIN\\me@fe80::1%eth0:1"
     assert len(parse_hosts(named, None)) == 4
     file.write_text("a slots=1\na slots=1\n")
-    done = start("--hostfile", file, "-m", "this", PATH=path)
+    done = run("--hostfile", file, "-m", "this", PATH=path)
     assert f"each name once, as in a:2,b:2. Received: --hostfile {file}" in done.stderr
     file.write_text("-oProxyCommand=touch-it slots=1\n")
-    ways = [["-H", "-oProxyCommand=touch-it:1"], ["--hostfile", file]]
-    for words in ways:
-        done = start(*words, "-m", "this", PATH=path)
+    for words in ["-H", "-oProxyCommand=touch-it:1"], ["--hostfile", file]:
+        done = run(*words, "-m", "this", PATH=path)
         assert done.returncode in (1, 2), done.stderr
         assert "-oProxyCommand=touch-it" in done.stderr or words[0] == "-H"
     assert not called.exists()
@@ -427,8 +399,7 @@ time.sleep(100)
 
 def test_many_ranks_find_the_store_at_once():
     """Even while it cannot answer; Horovod's own has room for five of them."""
-    words = [sys.executable, "-c", _STORE]
-    store = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    store = start([sys.executable, "-c", _STORE])
     try:
         port = int(store.stdout.readline())
         store.send_signal(signal.SIGSTOP)

@@ -1,22 +1,18 @@
 """What a thousand ranks cost their launcher and its store grows with their number."""
 
 from keras_dist.launch.failures import RankEnd, Report, describe_failure
-from keras_dist.launch.store import Store, find_store, store_variables
 
 
-def test_a_rank_reads_what_all_have_written_by_one_request():
+def test_a_rank_reads_what_all_have_written_by_one_request(client):
     """From the launcher's store; a value that is none is `None`."""
-    own = Store("secret")
-    store = find_store(store_variables("127.0.0.1", own.port, "secret"))
-    assert store.get_all("") == {}
+    assert client.get_all("") == {}
     for name in ("beat.0", "beat.1", "1"):
-        store.put(name, {"name": name})
-    assert store.get_all("beat.") == {n: {"name": n} for n in ("beat.0", "beat.1")}
-    store._request("PUT", "broken", b"\xff{")
-    assert store.get_all("b")["broken"] is None
-    assert store.get_all("nothing") == {}
-    assert store.get_all("1") == {"1": {"name": "1"}}
-    own.shutdown()
+        client.put(name, {"name": name})
+    assert client.get_all("beat.") == {n: {"name": n} for n in ("beat.0", "beat.1")}
+    client._request("PUT", "broken", b"\xff{")
+    assert client.get_all("b")["broken"] is None
+    assert client.get_all("nothing") == {}
+    assert client.get_all("1") == {"1": {"name": "1"}}
 
 
 def test_the_outcomes_of_a_thousand_ranks_are_few_lines():

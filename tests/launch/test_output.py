@@ -3,17 +3,13 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
-from launch import ROOT
+from launch import RUN, launch, start, write_script
 
 from keras_dist.launch.output import Output
-
-RUN = [sys.executable, "-m", "keras_dist", "run"]
 
 _PRINTS = """
 import os, random, signal, sys, time
@@ -46,25 +42,23 @@ if case == "endless":
 @pytest.fixture
 def script(tmp_path):
     """Prints what its first argument says."""
-    path = tmp_path / "script.py"
-    path.write_text(_PRINTS)
-    return str(path)
+    return write_script(tmp_path, _PRINTS)
 
 
-def printed(*words):
+def printed(*words, ranks=1):
     """What the launcher prints, in bytes, and the seconds that it takes."""
     begin = time.monotonic()
-    done = subprocess.run(
-        [*RUN, *words], cwd=ROOT, capture_output=True, timeout=60, check=True
-    )
-    return done.stdout, done.stderr, time.monotonic() - begin
+    process = start([*RUN, "-np", ranks, *words], text=False)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    return stdout, stderr, time.monotonic() - begin
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_line_of_100_mb_passes_in_5_seconds(script, stream):
     """As the rank has printed it."""
     count = 100_000_000
-    stdout, stderr, seconds = printed("-np", "1", script, "line", stream, str(count))
+    stdout, stderr, seconds = printed(script, "line", stream, count)
     shown = {"stdout": stdout, "stderr": stderr}[stream]
     assert shown.endswith(b"a" * count + b"\n")
     assert seconds < 5
@@ -72,28 +66,26 @@ def test_a_line_of_100_mb_passes_in_5_seconds(script, stream):
 
 def test_no_byte_of_long_lines_of_several_ranks_is_lost(script):
     """They come in pieces."""
-    stdout, _, _ = printed("-np", "2", script, "line", "stdout", "10000000")
+    stdout, _, _ = printed(script, "line", "stdout", 10_000_000, ranks=2)
     assert (stdout.count(b"a"), stdout.count(b"b")) == (10_000_000, 10_000_000)
 
 
 def test_any_bytes_pass_as_they_are(script):
     """Carriage returns alone, random bytes, and letters of two bytes in a long line."""
     rubbish = random.Random(0).randbytes(20_000_000)
-    _, stderr, seconds = printed("-np", "1", script, "returns")
+    _, stderr, seconds = printed(script, "returns")
     assert stderr.endswith(b"\r" * 20_000_000 + b"\n")
-    stdout, _, more = printed("-np", "1", script, "rubbish")
+    stdout, _, more = printed(script, "rubbish")
     assert stdout in (rubbish, rubbish + b"\n")
     assert seconds + more < 10
-    stdout, _, _ = printed("-np", "1", script, "words")
+    stdout, _, _ = printed(script, "words")
     assert stdout == "größer ".encode() * 300_100 + b"\r\nthe end\r\n"
 
 
 def test_sigterm_is_answered_while_a_rank_prints(script):
     """Within a second, though its line has no end, which takes no memory either."""
-    process = subprocess.Popen(
-        [*RUN, "-np", "2", script, "endless"], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    with process:
+    command = [*RUN, "-np", 2, script, "endless"]
+    with start(command, text=False, stderr=None) as process:
         for _ in range(1000):
             assert os.read(process.stdout.fileno(), 1 << 16)
         assert psutil.Process(process.pid).memory_info().rss < 80 * 2**20
@@ -111,12 +103,10 @@ def test_a_log_is_neither_a_link_nor_a_pipe(script, tmp_path):
     secret.write_text("mine")
     log.parent.mkdir()
     log.symlink_to(secret)
-    options = ["-np", "2", "--log-dir", str(log.parent), script, "line", "stdout", "9"]
+    options = ["-np", 2, "--log-dir", log.parent, script, "line", "stdout", 9]
     for make in (lambda: None, lambda: os.mkfifo(log), lambda: log.write_text("+")):
         make()
-        done = subprocess.run(
-            [*RUN, *options], cwd=ROOT, capture_output=True, text=True
-        )
+        done = launch([*RUN, *options])
         if log.is_file() and not log.is_symlink():
             break
         assert done.returncode == 1
@@ -128,14 +118,12 @@ def test_a_log_is_neither_a_link_nor_a_pipe(script, tmp_path):
 
 def test_a_rank_may_print_much_as_it_saves(script):
     """After SIGTERM too, somebody reads what it prints."""
-    process = subprocess.Popen(
-        [*RUN, "-np", "1", script, "save"], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"there\n"
+    process = start([*RUN, "-np", 1, script, "save"], stderr=None)
+    assert process.stdout.readline() == "there\n"
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=60)
-    assert stdout == b"x" * 1_000_000 + b"saved\n"
+    assert stdout == "x" * 1_000_000 + "saved\n"
     assert time.monotonic() - begin < 10
 
 
@@ -162,6 +150,17 @@ def screens(capsysbinary):
     return lambda: list(capsysbinary.readouterr())
 
 
+@pytest.fixture
+def ranks():
+    """Two ranks whose output comes to the screen."""
+    output = Output()
+    ranks = [_Rank(output, number) for number in range(2)]
+    yield ranks
+    for rank in ranks:
+        rank.close()
+    output.close()
+
+
 _MIXED = ["größer".encode(), b"", b"a\tb  ", b"the end"]
 
 
@@ -180,46 +179,33 @@ def test_what_is_shown_does_not_depend_on_how_it_arrives(screens, tmp_path, size
     assert screens() == [b"", data + b"\n"]
 
 
-def test_a_progress_bar_is_shown_as_it_grows(screens):
+def test_a_progress_bar_is_shown_as_it_grows(screens, ranks):
     """Each state with the rank before it, as soon as the next one begins."""
-    output = Output()
-    rank = _Rank(output, 1)
     written = [(b"\r 1/3", b"\r"), (b"\b\b\b\b\r 2/3", b"[1]  1/3\b\b\b\b\r")]
     written += [(b"\r 3/3", b"[1]  2/3\r"), (b" done\r", b"")]
     written += [(b"\nnext\r\n", b"[1]  3/3 done\r\n[1] next\r\n")]
     for data, shown in written:
-        rank.write(0, data)
+        ranks[1].write(0, data)
         assert screens()[0] == shown
-    rank.close()
-    output.close()
 
 
-def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(screens):
+def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(screens, ranks):
     """It begins a new line."""
-    output = Output()
-    first, second = _Rank(output, 0), _Rank(output, 1)
+    first, second = ranks
     first.write(0, b"a long bar\ra longer bar")
     second.write(0, b"line\nline\n")
     first.write(0, b"\n")
     assert screens()[0] == b"a long bar\r\n[1] line\n[1] line\na longer bar\n"
-    for rank in (first, second):
-        rank.close()
-    output.close()
 
 
-def test_what_tensorflow_writes_as_it_is_imported_is_left_out(screens):
+def test_what_tensorflow_writes_as_it_is_imported_is_left_out(screens, ranks):
     """Information that it writes at any level; an error beside it is shown."""
     routine = b"I0000 00:00:1795808367.005865    4588 port.cc:153] oneDNN is on.\n"
     head = b"WARNING: All log messages before absl::InitializeLog() is called are\n"
     error = b"E0000 00:00:1795808369.811250    4588 cuda_platform.cc:52] no driver\n"
-    output = Output()
-    ranks = [_Rank(output, rank) for rank in range(2)]
     for rank in ranks:
         rank.write(1, head + routine + error + b"I0000 am a user\n")
     assert screens() == [
         b"",
         error + b"I0000 am a user\n[1] " + error + b"[1] I0000 am a user\n",
     ]
-    for rank in ranks:
-        rank.close()
-    output.close()

@@ -1,11 +1,10 @@
 """What a user sees of a training on two ranks, from the first line to the last."""
 
-import subprocess
 import sys
 
 import pytest
-from launch import ROOT, launch
-from test_launch import start
+from launch import ROOT, RUN, launch, start, write_script
+from test_launch import run
 
 _SCRIPT = """
 import sys
@@ -43,26 +42,12 @@ keras_dist.dist_fit(model, x, y, verbose=0)
 def seen(tmp_path_factory):
     """Standard output and standard error of a training that fails at its end."""
     folder = tmp_path_factory.mktemp("screen")
-    script = folder / "script.py"
-    script.write_text(_SCRIPT)
+    command = [*RUN, "-np", 2, write_script(folder, _SCRIPT), folder / "m.keras"]
     # Not as text: Python would make a line of each state of a progress bar.
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "keras_dist",
-            "run",
-            "-np",
-            "2",
-            script,
-            folder / "m.keras",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        timeout=200,
-    )
-    assert done.returncode == 1, done.stderr
-    return done.stdout.decode(), done.stderr.decode()
+    process = start(command, text=False)
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 1, stderr
+    return stdout.decode(), stderr.decode()
 
 
 def test_callbacks_that_print_do_so_on_the_first_rank(seen):
@@ -100,7 +85,7 @@ def test_the_report_stands_at_the_end(seen):
     assert "but received input with shape (2, 5)" in "\n".join(lines[:-1])
     assert lines[-1].startswith("Rank 0 was in ")
     says = "the traceback of the rank that failed first, then a line for each rank"
-    done = start("--help", COLUMNS="500")
+    done = run("--help", COLUMNS="500")
     page = (ROOT / "docs" / "how_to" / "launch.md").read_text()
     for text in (done.stdout, page):
         assert says in " ".join(text.split())
@@ -109,21 +94,20 @@ def test_the_report_stands_at_the_end(seen):
 def test_without_np_there_is_a_rank_for_each_gpu():
     """Of one machine; without one it is an error."""
     show = ["sh", "-c", "echo rank $HOROVOD_RANK of $HOROVOD_SIZE"]
-    done = start(*show, CUDA_VISIBLE_DEVICES="0,1")
+    done = run(*show, CUDA_VISIBLE_DEVICES="0,1")
     ranks = ["[1] rank 1 of 2", "rank 0 of 2"]
     assert sorted(done.stdout.splitlines()) == ranks, done.stderr
     assert done.stderr == ""
-    done = start(*show, CUDA_VISIBLE_DEVICES="")
+    done = run(*show, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and "by -np N, -H or a GPU of this host" in done.stderr
 
 
 def test_a_wrong_option_shows_the_usage_of_its_command():
     """And the list of commands has those for users alone."""
-    done = start("--np", 2, "script.py")
+    done = run("--np", 2, "script.py")
     assert done.returncode == 2
     assert "usage: keras-dist run -np N [options]" in done.stderr
     assert "unrecognized arguments: --np" in done.stderr
-    command = [sys.executable, "-m", "keras_dist", "--help"]
-    listed = launch(command, ranks=None, timeout=60).stdout
+    listed = launch([sys.executable, "-m", "keras_dist", "--help"]).stdout
     assert "check " in listed and "not to be called" not in listed
     assert "host-agent" not in listed

@@ -4,7 +4,7 @@ import re
 import sys
 
 import numpy as np
-from launch import launch, prefix
+from launch import launch, prefix, write_script
 
 # No package of ours: seeded before the script's first line.
 DRAWS = """
@@ -45,13 +45,6 @@ for _ in range(2):
 """
 
 
-def start(tmp_path, script, *arguments, **env):
-    """Run a script on two ranks."""
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    return launch([str(path), *arguments], ranks=2, timeout=120, env=env)
-
-
 def lines(done, word):
     """What two ranks have printed behind a word: a list of each rank."""
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,8 +55,10 @@ def lines(done, word):
 def test_the_first_draws_of_a_script(tmp_path):
     """The same on all ranks, others at each start; one that sets a seed has its own."""
 
+    command = [write_script(tmp_path, DRAWS)]
+
     def draw(*arguments, **env):
-        return lines(start(tmp_path, DRAWS, *arguments, **env), "drawn")
+        return lines(launch([*command, *arguments], ranks=2, env=env), "drawn")
 
     one, other = draw(), draw()
     assert one[0] == one[1] and other[0] == other[1] and one[0] and one != other
@@ -72,14 +67,14 @@ def test_the_first_draws_of_a_script(tmp_path):
     seeded = draw("seeds", KERAS_DIST_SEED="7")
     assert seeded[0] == seeded[1] == draw("seeds")[0]
     assert seeded[0][0].startswith("0.23796462709189137 ")  # random.seed(3)
-    done = start(tmp_path, DRAWS, KERAS_DIST_SEED="tea")
+    done = launch(command, ranks=2, env={"KERAS_DIST_SEED": "tea"})
     assert done.returncode == 1
     assert "must be a whole number" in done.stderr and "=tea" in done.stderr
 
 
 def test_a_split_without_a_seed(tmp_path):
     """Equal before and after each fit, and in callbacks."""
-    done = start(tmp_path, TRAINS)
+    done = launch([write_script(tmp_path, TRAINS)], ranks=2)
     for word in ("split", "within", "after"):
         first, second = lines(done, word)
         assert first == second != [], done.stdout
@@ -103,6 +98,6 @@ def test_the_import_seeds_a_script_that_has_not_done_so():
         variables["GLOO_RENDEZVOUS_PORT"] = 4711
         env = {f"HOROVOD_{name}": str(value) for name, value in variables.items()}
         command = [sys.executable, "-c", IMPORTS, *words]
-        drawn.append(launch(command, ranks=None, timeout=60, env=env).stdout)
+        drawn.append(launch(command, env=env).stdout)
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[2] == f"{np.random.RandomState(5).rand(3).tolist()}\n"

@@ -2,18 +2,15 @@
 
 import json
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import slurm
+from launch import RUN, wait_for_files
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
 
-HOSTS = Path(__file__).parents[1] / "hosts"
-RUN = [sys.executable, "-m", "keras_dist", "run"]
-TRAIN, STUB = HOSTS / "train.py", HOSTS / "stub.py"
+TRAIN, STUB = "tests/hosts/train.py", "tests/hosts/stub.py"
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +20,11 @@ def cluster(tmp_path_factory):
         yield found
 
 
-def there(folder, ranks=2, seconds=60):
-    """Wait until all ranks of the stub are there."""
-    begin = time.monotonic()
-    while not all((folder / f"there.0.{rank}").exists() for rank in range(ranks)):
-        assert time.monotonic() - begin < seconds
-        time.sleep(0.1)
+def assert_equals_one_process(cluster, path):
+    """The weights in a file are those of plain Keras, but for the order of sums."""
+    alone = path.with_name("alone.npy")
+    assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
+    np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -36,16 +32,14 @@ def there(folder, ranks=2, seconds=60):
 )
 def test_srun_trains_as_one_process(cluster, tmp_path, options):
     """Two tasks, on two nodes or on one."""
-    alone, path = tmp_path / "alone.npy", tmp_path / "weights.npy"
-    count = 3 - int(options[0][-1])  # on each node
-    assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
+    path, count = tmp_path / "weights.npy", 3 - int(options[0][-1])  # on each node
     done = cluster.run("srun", "-n2", *options, sys.executable, TRAIN, path)
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.splitlines() if "found " in line]
     found = sorted(json.loads(line.partition("found ")[2]) for line in found)
     assert [each[:3] for each in found] == [[k, k % count, count] for k in range(2)]
     assert len({each[4] for each in found}) == 1
-    np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
+    assert_equals_one_process(cluster, path)
 
 
 @pytest.mark.long
@@ -55,19 +49,13 @@ def test_tasks_that_are_ranks_save_at_sigusr1_and_go_on(cluster, tmp_path):
     steps, path = tmp_path / "steps", tmp_path / "weights.npy"
     variables = {"RESUME": str(tmp_path / "resume")}
     process = cluster.start(*words, path, **variables, STEPS=str(steps), PAUSE="1")
-    begin = time.monotonic()
-    while not all((steps / f"{rank}.3").exists() for rank in (0, 1)):
-        assert process.poll() is None, process.communicate()[1].decode()
-        assert time.monotonic() - begin < 120
-        time.sleep(0.1)
+    wait_for_files(steps / "0.3", steps / "1.3", seconds=120)
     assert cluster.run("scancel", "-s", "USR1", "-n", "saving").returncode == 0
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors.decode()
+    assert process.returncode == 75, errors
     assert not path.exists()
     assert cluster.run(*words, path, **variables).returncode == 0
-    alone = tmp_path / "alone.npy"
-    assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
-    np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
+    assert_equals_one_process(cluster, path)
 
 
 def test_a_launcher_in_each_task_is_an_error(cluster):
@@ -91,9 +79,9 @@ def test_a_launcher_in_one_task_saves_at_sigusr1(cluster, tmp_path):
     folder = tmp_path / "ranks"
     words = ["srun", "-N1", "-n1", "-J", "saving", *RUN, "-np", "2", STUB, folder]
     process = cluster.start(*words, "save")
-    there(folder)
+    wait_for_files(folder / "there.0.0", folder / "there.0.1")
     assert cluster.run("scancel", "-s", "USR1", "-n", "saving").returncode == 0
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors.decode()
-    assert "ended by SIGUSR1; the ranks have saved" in errors.decode()
+    assert process.returncode == 75, errors
+    assert "ended by SIGUSR1; the ranks have saved" in errors
     assert (folder / "saved.0").exists() and (folder / "saved.1").exists()

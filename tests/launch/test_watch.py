@@ -1,14 +1,13 @@
 """Ranks without progress end the job; ranks that work do not."""
 
 import re
-import sys
 
 import pytest
 from forked import torchrun
-from launch import PYTHONPATH, launch, prefix
+from launch import launch, prefix, write_script
 
 from keras_dist.launch.monitor.watchdog import EXIT_CODE, Watchdog
-from keras_dist.launch.store import Store, StoreClient, store_variables
+from keras_dist.launch.store import StoreClient
 
 _STALLS = """
 import sys, time
@@ -41,19 +40,7 @@ keras_dist.dist_fit(model, **data, verbose=0, callbacks=[Sleeps()])
 """
 
 
-def stopped(tmp_path, case, ranks, launcher):
-    """The output of a job that only the watchdog ends."""
-    script = tmp_path / "script.py"
-    script.write_text(_STALLS)
-    env = {"PYTHONPATH": PYTHONPATH, "KERAS_DIST_STALL_SECONDS": "5"}
-    command = [*launcher, "-np", str(ranks)]
-    if "keras_dist" not in launcher:
-        command.append(sys.executable)
-    return launch([*command, str(script), case], ranks=None, timeout=200, env=env)
-
-
-KERAS_DIST = [sys.executable, "-m", "keras_dist", "run"]
-HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
+ENDS_SOON = {"KERAS_DIST_STALL_SECONDS": "5"}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +49,7 @@ HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 )
 def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
     """All print their stacks; the line in which it sleeps comes first."""
-    done = stopped(tmp_path, case, ranks, KERAS_DIST)
+    done = launch([write_script(tmp_path, _STALLS), case], ranks=ranks, env=ENDS_SOON)
     assert done.returncode == EXIT_CODE, done.stderr
     for rank in range(ranks):
         for text in ("keras_dist: no rank has made progress for 5 s", "Stack of the"):
@@ -83,8 +70,7 @@ keras_dist.sum(1) if keras_dist.rank() else keras_dist.gather("tea")
 
 def test_ranks_in_different_collectives_are_named(run_ranks):
     """Each prints the collective it waits in, and the line of the call."""
-    env = {"KERAS_DIST_STALL_SECONDS": "5"}
-    for code, out in run_ranks(torchrun, [0, 1], 2, _COLLECTIVES, env=env):
+    for code, out in run_ranks(torchrun, [0, 1], 2, _COLLECTIVES, env=ENDS_SOON):
         assert code == EXIT_CODE, out
         assert "Waiting in the collective keras_dist.gather," in out
         assert re.search(r"Waiting in the collective keras_dist\.sum, .*: rank 1", out)
@@ -97,7 +83,8 @@ def test_ranks_in_different_collectives_are_named(run_ranks):
 @pytest.mark.long
 def test_ranks_under_horovodrun_are_monitored_too(tmp_path):
     """The ranks report their status through the store of any launcher."""
-    done = stopped(tmp_path, "callback", 2, HOROVODRUN)
+    command = [write_script(tmp_path, _STALLS), "callback"]
+    done = launch(command, ranks=2, launcher="horovodrun", env=ENDS_SOON)
     assert done.returncode != 0
     assert "[1]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
     assert "[0]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
@@ -140,10 +127,9 @@ def test_a_status_store_that_is_gone_returns_nothing():
     assert store.get("0") is None
 
 
-def test_a_value_that_is_no_heartbeat_does_not_count(monkeypatch):
+def test_a_value_that_is_no_heartbeat_does_not_count(variables, monkeypatch):
     """Ranks sign nothing here: a stranger's value must not end the watchdog."""
-    store = Store("secret")
-    for name, value in store_variables("127.0.0.1", store.port, "secret").items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     first, second = (
         Watchdog(rank=rank, size=2, limit=1.0, ignored_threads=[]) for rank in range(2)
@@ -154,4 +140,3 @@ def test_a_value_that_is_no_heartbeat_does_not_count(monkeypatch):
         value = wrong if "x" in wrong else status | wrong
         second._store.put("1", value)
         assert first._read_statuses(0.0) == {1: None}, wrong
-    store.shutdown()
