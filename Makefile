@@ -11,9 +11,6 @@ FOR_WHEELS := .venv-wheels
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-# The tests start hundreds of processes: none compiles again what another one has.
-unexport PYTHONDONTWRITEBYTECODE
-
 .DEFAULT_GOAL := help
 .PHONY: help setup check test demo docs bench equivalence matrix wheels wheel release release-check libraries clusters hosts
 
