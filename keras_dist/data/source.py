@@ -79,7 +79,7 @@ class Source:
         self._buffered: list[Any] = []
         self._sent: list[Any] | None = None
         self._held: list[Any] = []
-        # Of an iterator of which a pass has begun, the batches that come next.
+        # Of an iterator, or a data set, that has begun: the batches that come next.
         self._unread: Iterator[Any] | None = None
 
     @property
@@ -118,6 +118,12 @@ class Source:
             more = 0 if self._unread else max(count - len(self._buffered), 0)
             self._buffered += itertools.islice(self.data, more)
             return self._buffered[:count]
+        if self.kind == "dataset" and self.has_seeded_passes and self.length is None:
+            # The next pass goes on with this one: another would have another order.
+            self._unread = self._unread or untuned_pass(self.data)
+            more = max(count - len(self._buffered), 0)
+            self._buffered += itertools.islice(self._unread, more)
+            return self._buffered[:count]
         if self.kind == "dataset":
             return self._first_batches(self.data, count)
         if self._sent is not None:
@@ -140,8 +146,9 @@ class Source:
             global_batch: The batches that are one of one process.
         """
         if self.is_repeatable:
-            self._sent = None
-            return iter(self)
+            self._sent, begun = None, self._unread
+            looks, self._buffered, self._unread = self._buffered, [], None
+            return iter(self) if begun is None else itertools.chain(looks, begun)
         count = _LOOKS * global_batch
         looks = self.first(count)
         if self._unread is None:

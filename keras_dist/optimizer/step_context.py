@@ -125,6 +125,8 @@ class StepContext:
             nothing; `None` in a real step.
         passed: How many numbers and gradients have passed, of each kind.
         fractions: This rank's fraction of the rows, by graph.
+        weight_of_all: In a loss that is computed from the rows of all ranks: the weight
+            of what this rank updates a `Mean` with, as all ranks do.
     """
 
     rows: Any = None
@@ -143,6 +145,7 @@ class StepContext:
     trial: Any = None
     passed: dict[str, int] = field(default_factory=dict)
     fractions: dict[Any, Any] = field(default_factory=dict)
+    weight_of_all: Any = None
 
     def row_fraction(self, dtype: Any) -> Any:
         """This rank's rows divided by the rows of all ranks; a scalar tensor.

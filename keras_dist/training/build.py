@@ -158,8 +158,11 @@ def start(
     *,
     is_eager: bool,
 ) -> None:
-    """Build `model` and call the hooks, before its first step or as it is traced."""
-    session.has_started = True
+    """Build `model` and call the hooks, before its first step or as it is traced.
+
+    After a `compile` in a callback it builds what that has made.
+    """
+    is_first, session.has_started = not session.has_started, True
     # TensorFlow would trace a step once more in which variables were made.
     with (
         step_context.enter(step_context.StepContext()),
@@ -168,8 +171,9 @@ def start(
         with comm.together():
             build(model, own_step, data, is_eager=is_eager)
         # Outside of the graph that is being traced, so that this runs once, now.
-        with tf.init_scope():
-            _call_hooks(model, session)
+        if is_first:
+            with tf.init_scope():
+                _call_hooks(model, session)
 
 
 def start_traced(model: Any, session: Session) -> None:

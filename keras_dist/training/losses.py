@@ -212,6 +212,10 @@ class PartOfMean(keras.metrics.Mean):
 
     def update_state(self, values: Any, sample_weight: Any = None) -> Any:
         context = step_context.current()
+        if context.weight_of_all is not None:
+            given = tf.ones_like(values) if sample_weight is None else sample_weight
+            weight = tf.cast(context.weight_of_all, self.dtype)
+            return super().update_state(values, tf.cast(given, self.dtype) * weight)
         has_axes = getattr(sample_weight, "shape", ()) != ()
         if context.rows is None or has_axes:
             return super().update_state(values, sample_weight)
@@ -246,11 +250,20 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context.passed["loss"] = 100 * (site[1] + 1)
         return plain(*positional, *args[len(given) :], **others)
 
-    def compute_all(rows: dict[str, Any]) -> Any:
-        with step_context.enter(replace(context, rows=None)):
+    is_gathered = site in context.kinds.gathered
+
+    def compute_own() -> Any:
+        # A trial computes both, and one of them counts in means that it updates.
+        ignored = 0.0 if is_gathered and context.trial is not None else None
+        with step_context.enter(replace(context, weight_of_all=ignored)):
             return compute(rows)
 
-    return _choose(site, lambda: compute(rows), lambda: gather_loss(compute_all, rows))
+    def compute_all(rows: dict[str, Any]) -> Any:
+        weight = context.row_fraction(tf.float64) * comm.size() * is_gathered
+        with step_context.enter(replace(context, rows=None, weight_of_all=weight)):
+            return compute(rows)
+
+    return _choose(site, compute_own, lambda: gather_loss(compute_all, rows))
 
 
 def _choose(

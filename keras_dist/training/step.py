@@ -298,8 +298,7 @@ def _start(model: Any, data: Any) -> None:
     session = session_of(model)
     own_step = own_train_step(model)
     data, _ = session.split_mark(data)
-    if not session.has_started:
-        build.start(model, session, data, own_step, is_eager=model.run_eagerly)
+    build.start(model, session, data, own_step, is_eager=model.run_eagerly)
     is_averaged = comm.size() > 1 and averages(model)
     result = session.traced.trial
     if result is None and is_averaged and not losses.is_declared(model):

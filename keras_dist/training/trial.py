@@ -306,9 +306,6 @@ class _Runner:
 
     def find(self) -> Trial:
         """Compare the whole batch with two parts, which are not equally long."""
-        cut = max(1, self._rows // 3)
-        bounds = [(0, cut), (cut, self._rows)]
-        fractions = [(end - begin) / self._rows for begin, end in bounds]
         whole = self._run(self._leaves)
         if not whole.gradients:
             return Trial()
@@ -331,6 +328,13 @@ class _Runner:
             tolerance = self._tolerances[1] * size
             return _kind(size, abs(value - mean), abs(value - sum(values)), tolerance)
 
+        for sixths in (2, 4):
+            cut = max(1, self._rows * sixths // 6)
+            bounds = [(0, cut), (cut, self._rows)]
+            fractions = [(end - begin) / self._rows for begin, end in bounds]
+            # Of a part without a label a divisor is not seen.
+            if all(_norm(g.values()) for part in run_parts() for g in part.gradients):
+                break
         numbers, parts = self._find_numbers(run_parts, judge)
         updates, difference, weights = self._compare_updates(whole, parts, fractions)
         doubted: dict[Site, str | None] = {

@@ -138,6 +138,27 @@ LOSSES |= {
 }
 
 
+class Detector(keras.Model):
+    """A `compute_loss` that divides by a count of its batch, with two losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x):
+        """The same numbers, for two losses."""
+        return {"boxes": self.dense(x), "classes": self.dense(x)}
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, **kwargs):
+        """By the number of large targets of the batch."""
+        positive = ops.cast(y["boxes"][:, 0] > 0.5, "float64")
+        self.seen.update_state(y["boxes"][:, 0])
+        weights = positive / ops.maximum(ops.sum(positive), 1.0)
+        given = {"boxes": weights, "classes": weights}
+        return super().compute_loss(x, y, y_pred, sample_weight=given, **kwargs)
+
+
 def make(name, **compiled):
     """A compiled model of one of these losses."""
     keras.utils.set_random_seed(3)
@@ -192,6 +213,24 @@ def test_a_loss_of_compile_that_is_neither_equals_one_process(name, options):
     with warned("one process") as texts:
         assert_equals_one_process(lambda: make(name, **compiled), data, 10, **how)
     assert not texts
+
+
+@pytest.mark.parametrize("is_eager", shortened([False, True], {False}))
+def test_means_in_a_compute_loss_that_is_neither_are_logged(is_eager):
+    """The last batch has one row, which counts on one rank; all gather it."""
+
+    def make():
+        keras.utils.set_random_seed(3)
+        model = Detector()
+        losses = {"boxes": "mse", "classes": "mae"}
+        model.compile(keras.optimizers.SGD(0.1), losses, run_eagerly=is_eager)
+        return model
+
+    data = X, {"boxes": Y, "classes": Y[::-1]}
+    how = {"batch": "global", "epochs": 2, "tolerance": 1e-9}
+    with warned("one process") as texts:
+        _, logs, _ = assert_equals_one_process(make, data, 10, **how)
+    assert {"boxes_loss", "seen"} <= set(logs) and not texts
 
 
 def test_the_plan_says_how_much_is_gathered(world, capsys):

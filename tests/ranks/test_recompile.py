@@ -26,15 +26,15 @@ class Thaws(keras.callbacks.Callback):
 
 def compile_model(model, rate):
     optimizer = keras.optimizers.SGD(rate, momentum=0.9)
-    model.compile(optimizer, "binary_crossentropy", metrics=["mae"], run_eagerly=True)
+    model.compile(optimizer, "binary_crossentropy", metrics=["mae"])
 
 
 @pytest.mark.parametrize("batch", shortened(["global", "rank"], {"rank"}))
 def test_the_new_optimizer_averages_and_its_rate_is_scaled(world, rows, batch):
-    """The weights equal one process with the global batch."""
+    """Weights and metrics equal one process with the global batch; in a graph."""
     x, y = rows
     factor = world.size if batch == "rank" else 1
-    weights = []
+    weights, logs = [], []
     for is_ours in (False, True):
         keras.utils.set_random_seed(3)
         hidden = keras.layers.Dense(4, activation="tanh", trainable=False)
@@ -51,10 +51,12 @@ def test_the_new_optimizer_averages_and_its_rate_is_scaled(world, rows, batch):
             "verbose": 0,
         }
         if is_ours:
-            keras_dist.dist_fit(model, x, y, batch=batch, **options)
+            history = keras_dist.dist_fit(model, x, y, batch=batch, **options)
         else:
-            model.fit(x, y, **options)
+            history = model.fit(x, y, **options)
+        logs.append(history.history["mae"])
         weights.append(model.get_weights())
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
     assert type(model.optimizer).__mro__[0] is keras.optimizers.SGD
