@@ -13,6 +13,7 @@ import pytest
 
 import keras_dist
 from keras_dist import comm
+from keras_dist.optimizer import optimizers_of
 from keras_dist.version import parse_version
 
 KERAS = parse_version(keras.__version__)
@@ -71,7 +72,7 @@ class OneProcess:
 
     Args:
         weights: Of the model, as arrays.
-        state: The same, and the optimizer's state.
+        state: The same, and the state of all optimizers.
         history: The logs.
     """
 
@@ -172,10 +173,11 @@ def assert_same_bits(arrays, expected):
 
 
 def state_of(model):
-    """All weights and the optimizer's state, as arrays."""
+    """All weights, and the state of all optimizers, as arrays."""
     if isinstance(model, OneProcess):
         return model.state
-    variables = [*model.weights, *model.optimizer.variables]
+    optimizers = optimizers_of(model)
+    variables = [*model.weights, *(v for each in optimizers for v in each.variables)]
     return [keras.ops.convert_to_numpy(variable) for variable in variables]
 
 
@@ -234,8 +236,11 @@ def assert_equal_to_the_bit(model):
     assert len(set(keras_dist.gather(digest.hexdigest()))) == 1
 
 
-def raises_everywhere(kind, call):
-    """Call on every rank; each must raise `kind`. Returns the messages of all ranks."""
+def raises_everywhere(kind, call, *texts):
+    """Call on every rank; each must raise `kind`, with all `texts` in its message.
+
+    Returns the messages of all ranks.
+    """
     message = None
     try:
         call()
@@ -243,4 +248,7 @@ def raises_everywhere(kind, call):
         message = str(error)
     messages = keras_dist.gather(message)
     assert None not in messages, f"not every rank raised: {messages}"
+    for message in messages:
+        for text in texts:
+            assert text in message
     return messages

@@ -119,6 +119,12 @@ def in_precision(policy):
     return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, dtype=policy)])
 
 
+def update(tape, loss, optimizer, *models):
+    """Update the weights of some models once."""
+    weights = [weight for model in models for weight in model.trainable_variables]
+    optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+
 class Stepping(keras.Model):
     """A train step that differentiates a loss, by one optimizer.
 
@@ -136,9 +142,7 @@ class Stepping(keras.Model):
     def train_step(self, data):
         with tf.GradientTape() as tape:
             loss = self.loss_of(data)
-        weights = self.trainable_variables
-        gradients = tape.gradient(loss, weights)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        update(tape, loss, self.optimizer, self)
         return self.report(loss)
 
 
@@ -178,9 +182,7 @@ class StepOfVector(keras.Sequential):
             y = keras.ops.cast(y, self.compute_dtype)[:, None]
             losses = 0.01 * keras.ops.mean((self(x, training=True) - y) ** 2, axis=1)
             scaled = self.optimizer.scale_loss(losses)
-        weights = self.trainable_variables
-        gradients = tape.gradient(scaled, weights)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        update(tape, scaled, self.optimizer, self)
         return {"loss": keras.ops.mean(losses)}
 
 

@@ -7,29 +7,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, distribute_jobs, raises_everywhere
+from claims import (
+    assert_equal_to_the_bit,
+    assert_equals_one_process,
+    largest_difference,
+    raises_everywhere,
+)
 from keras import ops
+from models import Stepping, make_compiled, update
 
 import keras_dist
-from keras_dist.optimizer import optimizers_of
 
 pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
-
-
-class Stepping(keras.Model):
-    """A train step that differentiates a loss, by one optimizer."""
-
-    def loss_of(self, data):
-        """The loss, a mean over rows."""
-        raise NotImplementedError
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(data)
-        weights = self.trainable_variables
-        gradients = tape.gradient(loss, weights)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        return {"loss": loss}
 
 
 class Diffusion(Stepping):
@@ -50,7 +39,7 @@ class Diffusion(Stepping):
         return ops.mean(ops.square(made - noise))
 
 
-class Lazy(Stepping):
+class Lazy(keras.Model):
     """The step makes a layer, a metric and a second optimizer when it first runs."""
 
     def __init__(self):
@@ -66,7 +55,7 @@ class Lazy(Stepping):
         if not self.is_made:
             self.is_made = True
             self.head = keras.layers.Dense(2)
-            self.of_head = keras.optimizers.Adam(self.optimizer.rate_of_head)
+            self.of_head = keras.optimizers.Adam(0.01)
             self.error = keras.metrics.MeanAbsoluteError(name="error")
         with tf.GradientTape(persistent=True) as tape:
             predicted = self.head(self(x))
@@ -78,7 +67,7 @@ class Lazy(Stepping):
         return {"loss": loss, "error": self.error.result()}
 
 
-class OwnMetrics(Stepping):
+class OwnMetrics(keras.Model):
     """Compiled loss and metrics see other targets than the batch has."""
 
     def __init__(self):
@@ -94,8 +83,7 @@ class OwnMetrics(Stepping):
         with tf.GradientTape() as tape:
             predicted = self(x[:, 1:])
             loss = self.compute_loss(y=right, y_pred=predicted)
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        update(tape, loss, self.optimizer, self)
         return self.compute_metrics(x, right, predicted)
 
 
@@ -128,7 +116,7 @@ class Compiled(Diffusion):
     train_step = tf.function(Diffusion.train_step)
 
 
-class Nested(Stepping):
+class Nested(keras.Model):
     """The step trains a compiled model inside, by the step of that one."""
 
     def __init__(self):
@@ -147,8 +135,7 @@ class Nested(Stepping):
         logs = self.inner.train_step((made, y))
         with tf.GradientTape() as tape:
             loss = ops.mean(ops.square(self(made) - y))
-        weights = self.outer.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        update(tape, loss, self.optimizer, self.outer)
         return {"loss": loss, **{f"inner {name}": logs[name] for name in logs}}
 
 
@@ -196,59 +183,34 @@ def make_data():
     return generator.normal(size=(24, 3)), generator.normal(size=(24, 2))
 
 
-def trained(fit, kind, size, seed=4, is_eager=False, xla=False, **arguments):
-    """A model after two epochs; `size` ranks in one."""
-    keras.utils.set_random_seed(seed)
-    model = kind()
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    optimizer.rate_of_head = 0.01
-    compiled = {"jit_compile": True} if xla else {}
+def make(kind, seed=4, **compiled):
+    """A compiled model of a kind."""
     if kind is LossBuilds:
-        compiled = {"loss": "mse"}
+        compiled["loss"] = "mse"
     if kind is OwnMetrics:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        compiled = {"loss": loss, "metrics": ["accuracy"]}
-    model.compile(optimizer, run_eagerly=is_eager, **compiled)
-    given = {"batch_size": 4 * size, "shuffle": False, "epochs": 2, "verbose": 0}
-    history = fit(model, *make_data(), **(given | arguments))
-    return model, history.history
+        compiled |= {"loss": loss, "metrics": ["accuracy"]}
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    return make_compiled(kind, optimizer, seed=seed, **compiled)
 
 
-def assert_same(own, expected):
-    """The weights and the state of all optimizers of two models, in float64."""
-    expected = expected if isinstance(expected, list) else _state(expected)
-    for mine, its in zip(_state(own), expected, strict=True):
-        np.testing.assert_allclose(mine, its, rtol=0, atol=1e-10)
+def fit(model, **arguments):
+    """Train on all ranks for two epochs, in the order of the rows."""
+    given = {"batch_size": 4, "shuffle": False, "epochs": 2, "verbose": 0}
+    given |= {"lr_scaling": "none"}
+    keras_dist.dist_fit(model, *make_data(), **(given | arguments))
 
 
-def _state(model):
-    variables = list(model.weights)
-    for found in optimizers_of(model):
-        variables += found.variables
-    return [ops.convert_to_numpy(variable) for variable in variables]
-
-
-def equals_one_process(world, kind, **arguments):
+def equals_one_process(world, kind, **compiled):
     """Train on all ranks, from other weights on the others than on the first."""
-
-    def train_plainly():
-        model, logs = trained(keras.Model.fit, kind, world.size, **arguments)
-        return _state(model), logs
-
-    [(expected, logs)] = distribute_jobs([train_plainly])
-    model, own_logs = trained(
-        keras_dist.dist_fit,
-        kind,
-        1,
-        seed=4 + world.rank,
-        lr_scaling="none",
-        callbacks=[keras_dist.ReplicaCheck()],
-        **arguments,
+    model, *_ = assert_equals_one_process(
+        lambda: make(kind, 4 + world.rank, **compiled),
+        make_data(),
+        4,
+        epochs=2,
+        tolerance=1e-10,
+        options={"callbacks": [keras_dist.ReplicaCheck()]},
     )
-    assert_same(model, expected)
-    assert_equal_to_the_bit(model)
-    for name, values in logs.items():
-        np.testing.assert_allclose(own_logs[name], values, rtol=0, atol=1e-10)
     return model
 
 
@@ -261,8 +223,8 @@ HOW = {
         [Diffusion, Lazy, OwnMetrics, Compiled, Nested, OwnFunction, LossBuilds],
         {Lazy, OwnMetrics, Nested, Compiled},
     ),
-    "eagerly": ({"is_eager": True}, [Lazy, OwnMetrics], {Lazy}),
-    "with XLA": ({"xla": True}, [Compiled], {Compiled}),
+    "eagerly": ({"run_eagerly": True}, [Lazy, OwnMetrics], {Lazy}),
+    "with XLA": ({"jit_compile": True}, [Compiled], {Compiled}),
 }
 
 
@@ -283,13 +245,12 @@ def test_a_step_that_calls_something_else_equals_one_process(world, kind, option
     equals_one_process(world, kind, **options)
 
 
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize(
+    ("is_eager", "reads"), [(False, False), (True, False), (True, True)]
+)
 def test_building_leaves_no_trace(world, is_eager, reads):
     """Weights that a step assigns, metrics, and the random numbers of Python."""
-    if reads and not is_eager:
-        return
-    model = equals_one_process(world, lambda: Counting(reads), is_eager=is_eager)
+    model = equals_one_process(world, lambda: Counting(reads), run_eagerly=is_eager)
     steps = 2 * 24 // (4 * world.size)
     assert float(model.count) == steps
     if is_eager:
@@ -329,15 +290,18 @@ def test_building_changes_nothing_for_other_threads(world):
 def test_a_second_fit_builds_nothing_again(world):
     """Its step is run as on one process."""
     models = []
-    for fit, size in ((keras.Model.fit, world.size), (keras_dist.dist_fit, 1)):
-        options = {} if fit is keras.Model.fit else {"lr_scaling": "none"}
-        model, _ = trained(fit, lambda: Counting(True), size, is_eager=True, **options)
+    given = {"batch_size": 4 * world.size, "shuffle": False, "verbose": 0}
+    for train in (
+        fit,
+        lambda model, epochs: model.fit(*make_data(), epochs=epochs, **given),
+    ):
+        model = make(lambda: Counting(True), run_eagerly=True)
+        train(model, epochs=2)
         calls = len(model.drawn)
-        given = {"batch_size": 4 * size, "shuffle": False, "verbose": 0}
-        fit(model, *make_data(), **given, **options)
+        train(model, epochs=1)
         assert len(model.drawn) - calls == 24 // (4 * world.size)
         models.append(model)
-    assert_same(models[1], models[0])
+    assert largest_difference(*models) <= 1e-10
 
 
 @pytest.mark.parametrize("is_loop", [False, True])
@@ -347,12 +311,9 @@ def test_callbacks_of_a_users_own_fit_or_loop_do_the_same(world, is_loop):
     models = []
     for is_ours in (False, True):
         rank, size = (world.rank, world.size) if is_ours else (0, 1)
-        keras.utils.set_random_seed(4 + rank)
-        model = Diffusion()
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model = make(Diffusion, 4 + rank)
         if is_ours:
-            optimizer = keras_dist.DistributedOptimizer(optimizer)
-        model.compile(optimizer)
+            keras_dist.DistributedOptimizer(model.optimizer)
         own = [keras_dist.BroadcastVariables()] if is_ours else []
         mine = x[rank::size], y[rank::size]
         if is_loop:
@@ -365,33 +326,24 @@ def test_callbacks_of_a_users_own_fit_or_loop_do_the_same(world, is_loop):
             given = {"batch_size": 12 // size, "shuffle": False, "verbose": 0}
             model.fit(*mine, callbacks=own, **given)
         models.append(model)
-    assert_same(models[1], models[0])
+    assert largest_difference(*models) <= 1e-10
 
 
-def test_a_second_optimizer_is_restored_though_nothing_was_built(world, tmp_path):
+def test_a_second_optimizer_is_restored_though_nothing_was_built(folder):
     """A training that goes on from a checkpoint equals one that was not ended."""
-    folder = keras_dist.broadcast(str(tmp_path))
-    common = {"size": 1, "lr_scaling": "none", "is_eager": True}
-    expected, _ = trained(keras_dist.dist_fit, Lazy, **common)
-    trained(keras_dist.dist_fit, Lazy, epochs=1, resume=folder, **common)
-    model, _ = trained(keras_dist.dist_fit, Lazy, seed=9, resume=folder, **common)
-    assert_same(model, expected)
+    fit(expected := make(Lazy, run_eagerly=True))
+    fit(make(Lazy, run_eagerly=True), epochs=1, resume=folder)
+    fit(model := make(Lazy, 9, run_eagerly=True), resume=folder)
+    assert largest_difference(model, expected) <= 1e-10
 
 
 @pytest.mark.parametrize("is_on_object", [False, True])
 def test_a_step_that_is_not_of_the_class_is_an_error(world, is_on_object):
     """No rank trains on with weights of its own."""
 
-    def make():
-        if not is_on_object:
-            return WithoutStep()
-        model = Diffusion()
+    model = make(Diffusion if is_on_object else WithoutStep, world.rank)
+    if is_on_object:
         model.train_step = types.MethodType(Diffusion.train_step, model)
-        return model
-
-    def fit():
-        trained(keras_dist.dist_fit, make, 1, seed=world.rank)
-
-    messages = raises_everywhere(RuntimeError, fit)
     kind = "that was set on the object" if is_on_object else "make_train_function"
-    assert all("without the `train_step`" in text and kind in text for text in messages)
+    texts = "without the `train_step`", kind
+    raises_everywhere(RuntimeError, lambda: fit(model), *texts)

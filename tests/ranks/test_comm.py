@@ -79,12 +79,10 @@ def test_a_process_that_a_rank_starts_is_no_rank(world):
     """It knows rank and size, keeps its cores, has no collectives; nothing hangs."""
     if world.rank == 0:
         helper = [sys.executable, "-c", _HELPER]
-        done = subprocess.run(helper, capture_output=True, text=True, check=True)
-        ranks, *words = done.stdout.splitlines()
+        ranks, *words = subprocess.check_output(helper, text=True).splitlines()
         assert ranks == f"0 {world.size}"
-        assert " ".join(words).startswith(
-            "A collective can only be called in the process of a rank"
-        )
+        refusal = "A collective can only be called in the process of a rank"
+        assert " ".join(words).startswith(refusal)
     assert keras_dist.gather(world.rank) == list(range(world.size))
 
 
@@ -216,12 +214,11 @@ def test_variables_are_broadcast_alone_and_packed(world, monkeypatch):
 
 def test_values_that_cannot_be_summed_are_refused(world):
     """An error instead of a collective that other ranks would wait in."""
-    for message in raises_everywhere(TypeError, lambda: keras_dist.sum("text")):
-        assert "'text'" in message
-    for message in raises_everywhere(
-        ValueError, lambda: keras_dist.broadcast(1, root_rank=world.size)
-    ):
-        assert f"Received: {world.size}" in message
+    raises_everywhere(TypeError, lambda: keras_dist.sum("text"), "'text'")
+    too_large = f"Received: {world.size}"
+    raises_everywhere(
+        ValueError, lambda: keras_dist.broadcast(1, world.size), too_large
+    )
 
 
 def test_an_error_on_one_rank_is_raised_on_all(world):
@@ -233,10 +230,8 @@ def test_an_error_on_one_rank_is_raised_on_all(world):
             if world.rank == last:
                 raise ValueError("no more tea")
 
-    for rank, message in enumerate(raises_everywhere(ValueError, fail)):
-        assert message == (
-            "no more tea" if rank == last else f"On rank {last}: no more tea"
-        )
+    *others, own = raises_everywhere(ValueError, fail)
+    assert own == "no more tea" and set(others) <= {f"On rank {last}: no more tea"}
     with comm.together():
         pass
     comm.agree({"size": world.size}, advice="")

@@ -1,26 +1,28 @@
 """`distribute`: Keras's own methods use all ranks, and nobody changes a line."""
 
+import contextlib
 import inspect
-import os
 import threading
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-from claims import distribute_jobs, slow_on_three
+from claims import assert_close, distribute_jobs, slow_on_three
+from models import make_compiled, perceptron
 
 import keras_dist
 from keras_dist import fit
 
 several = pytest.mark.several_ranks
 
+PLAIN_FIT = keras.Model.fit  # before anything is replaced
+
 
 @pytest.fixture
 def compare(world):
     """Compares what a function returns: arrays of plain Keras, and of all ranks."""
 
-    def compare(work, rtol=1e-4):
+    def compare(work):
         keras.utils.set_random_seed(5)
         [plain] = distribute_jobs([work])
         keras.utils.set_random_seed(5)
@@ -30,17 +32,10 @@ def compare(world):
             patch.setattr(fit, "train", lambda *all: trained.append(1) or train(*all))
             distributed = work()
         assert bool(trained) == (world.size > 1)
-        for one, other in zip(plain, distributed, strict=True):
-            np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6)
-        assert keras.Model.fit is Plain.fit
+        assert_close(distributed, plain)
+        assert keras.Model.fit is PLAIN_FIT
 
     return compare
-
-
-class Plain:
-    """The methods of Keras before anything is replaced."""
-
-    fit = keras.Model.fit
 
 
 @slow_on_three
@@ -111,22 +106,18 @@ def test_a_class_with_a_fit_of_its_own(compare, rows):
 def test_dist_fit_calls_no_override_with_other_arguments(rows, kind, is_inside):
     """Inside of `distribute` too, where an override ends in Keras's method again."""
     weights = []
-    for way in ("plain", "ours"):
-        keras.utils.set_random_seed(5)
-        model = kind()
-        model.compile("sgd", "mse", run_eagerly=True)
-        if way == "plain":
+    for is_plain in (True, False):
+        model = make_compiled(kind, "sgd", "mse", run_eagerly=True)
+        if is_plain:
             keras.Model.fit(model, *rows, verbose=0)
             weights.append([*model.get_weights(), keras.Model.predict(model, rows[0])])
             continue
         distributed = keras_dist.DistributedModel(model, batch="global")
-        manager = keras_dist.distribute if is_inside else open
-        with manager() if is_inside else open(os.devnull):
+        with keras_dist.distribute() if is_inside else contextlib.nullcontext():
             distributed.fit(*rows, verbose=0)
             distributed.evaluate(*rows, verbose=0)
             weights.append([*model.get_weights(), distributed.predict(rows[0])])
-    for one, other in zip(*weights, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert_close(*weights)
 
 
 class Evaluates(keras.callbacks.Callback):
@@ -182,32 +173,23 @@ def test_in_a_thread(compare, rows, make_model):
 
 
 @several
-def test_a_plain_fit_in_another_thread_is_keras_own(world):
+def test_a_plain_fit_in_another_thread_is_keras_own(rows):
     """While this one traces and trains, its sums are not taken for all ranks'."""
 
-    def make(reduction):
-        keras.utils.set_random_seed(5)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        model.compile(keras.optimizers.SGD(1e-3), loss, run_eagerly=True)
-        return model
+    def make():
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        sgd = keras.optimizers.SGD(1e-3)
+        return make_compiled(perceptron, sgd, loss, run_eagerly=True)
 
-    x = np.random.default_rng(1).normal(size=(64, 3)).astype("float32")
-    y = x.sum(axis=1, keepdims=True)
-    expected = make("sum")
-    expected.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
-    other, model = make("sum"), make("sum")
-
-    def train():
-        # A rank's own fit: it has no collective.
-        other.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
-
-    thread = threading.Thread(target=train)
+    expected, other, model = make(), make(), make()
+    given = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0}
+    expected.fit(*rows, **given)
+    # A rank's own fit: it has no collective.
+    thread = threading.Thread(target=lambda: other.fit(*rows, **given))
     thread.start()
-    keras_dist.dist_fit(model, x, y, batch_size=8, epochs=3, verbose=0)
+    keras_dist.dist_fit(model, *rows, **given)
     thread.join()
-    for own, one in zip(other.weights, expected.weights, strict=True):
-        np.testing.assert_allclose(own, one, rtol=1e-6)
+    assert_close(other.get_weights(), expected.get_weights(), 1e-6)
     assert tf.executing_eagerly()
 
 
@@ -246,18 +228,14 @@ def test_ranks_that_call_other_methods(world, rows, make_model):
         model.evaluate(*rows, verbose=0)
     assert "rank 0: `fit` of a Sequential at test_distribute.py" in str(raised.value)
     assert "rank 1: `evaluate` of a Sequential" in str(raised.value)
-    assert keras.Model.fit is Plain.fit
+    assert keras.Model.fit is PLAIN_FIT
 
 
 @slow_on_three
-def test_fits_of_a_script_resume_by_their_number(world, rows, make_model, tmp_path):
+def test_fits_of_a_script_resume_by_their_number(rows, make_model, folder, monkeypatch):
     """KERAS_DIST_RESUME: the second fit continues as the second."""
-    folder = keras_dist.broadcast(str(tmp_path))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_DIST_RESUME", folder)
-        with keras_dist.distribute():
-            for _ in range(2):
-                model = make_model()
-                model.fit(*rows, verbose=0)
-    found = sorted(name for name in os.listdir(folder) if name.startswith("fit_"))
-    assert len(found) == 2
+    monkeypatch.setenv("KERAS_DIST_RESUME", str(folder))
+    with keras_dist.distribute():
+        for _ in range(2):
+            make_model().fit(*rows, verbose=0)
+    assert len(list(folder.glob("fit_*"))) == 2

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_equals_one_process
+from data_kinds import Sequence
 
 import keras_dist
 
@@ -15,52 +16,55 @@ pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
 pytestmark.append(pytest.mark.slow_on_three)
 
 
-def counting_model(**compiled):
+def counting_model():
     """Each visit of a row of `np.eye(48)`, in batches of 12, adds 1 to its weight."""
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((48,)), layer])
-    optimizer = keras.optimizers.SGD(12.0)
-    model.compile(optimizer, loss=lambda y, p: -p, **compiled)
+    model.compile(keras.optimizers.SGD(12.0), loss=lambda y, p: -p)
     return model
 
 
-class Shuffled(keras.utils.PyDataset):
-    """Shuffles in `on_epoch_end` without a seed; notes what `__getitem__` draws."""
+def read(rows):
+    """A batch of these rows."""
+    return np.eye(48, dtype="float32")[rows], np.zeros((len(rows), 1), "float32")
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.order = np.random.permutation(48)
-        self.drawn = []
+
+class Shuffled(keras.utils.PyDataset):
+    """Shuffles in `on_epoch_end`; notes what `__getitem__` draws.
+
+    Args:
+        generator: One of its own, as loaders inside of packages have; `None` for that
+            of `numpy.random`, without a seed.
+    """
+
+    def __init__(self, generator=None):
+        super().__init__()
+        self.generator, self.drawn = generator, []
+        self.order = (generator or np.random).permutation(48)
 
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
         self.drawn.append(np.random.rand())
-        rows = self.order[12 * index : 12 * index + 12]
-        return np.eye(48, dtype="float32")[rows], np.zeros((12, 1), "float32")
+        return read(np.split(self.order, 4)[index])
 
     def on_epoch_end(self):
-        np.random.shuffle(self.order)
+        (self.generator or np.random).shuffle(self.order)
 
 
-def passes():
-    """A pass over all rows in an order of its own."""
-    order = np.random.permutation(48)
-    for row in order:
-        yield np.eye(48, dtype="float32")[row], np.zeros(1, "float32")
-
-
-def endless():
-    """Batches of one pass after the other."""
+def endless(generator=np.random):
+    """Batches of one pass after the other, each in an order of its own."""
     while True:
-        x, y = map(np.stack, zip(*passes(), strict=True))
-        for begin in range(0, 48, 12):
-            yield x[begin : begin + 12], y[begin : begin + 12]
+        yield from map(read, np.split(generator.permutation(48), 4))
 
 
 def dataset():
     """A `from_generator` that shuffles in each pass."""
+
+    def passes():
+        return zip(*read(np.random.permutation(48)), strict=True)
+
     spec = tf.TensorSpec((48,), "float32"), tf.TensorSpec((1,), "float32")
     data = tf.data.Dataset.from_generator(passes, output_signature=spec)
     return data.batch(12).repeat()
@@ -77,53 +81,22 @@ def test_a_loader_without_a_seed_reads_every_row_once_an_epoch(world, make):
     """Shuffled by `numpy.random`, in each pass or in `on_epoch_end`."""
     unseeded(world)
     data = keras_dist.broadcast(Shuffled() if make is Shuffled else None) or make()
-    steps = None if make is Shuffled else 4
-    model = counting_model()
-    keras_dist.dist_fit(
-        model, data, steps_per_epoch=steps, epochs=3, verbose=0, batch="global"
-    )
+    model, steps = counting_model(), None if make is Shuffled else 4
+    given = {"steps_per_epoch": steps, "epochs": 3, "verbose": 0}
+    keras_dist.dist_fit(model, data, batch="global", **given)
     np.testing.assert_allclose(model.get_weights()[0], 3, rtol=1e-5)
     after = keras_dist.gather([random.random(), np.random.rand()])
     assert after.count(after[0]) == world.size
-
-
-class Unseeded(Shuffled):
-    """Shuffles by a generator of its own, as loaders inside of packages do."""
-
-    def __init__(self, generator, order):
-        super().__init__()
-        self.generator, self.order = generator, order
-
-    def on_epoch_end(self):
-        self.generator.shuffle(self.order)
-
-
-def endless_unseeded(generator):
-    """The same of a generator function."""
-    while True:
-        order = generator.permutation(48)
-        for begin in range(0, 48, 12):
-            rows = order[begin : begin + 12]
-            yield np.eye(48, dtype="float32")[rows], np.zeros((12, 1), "float32")
 
 
 @pytest.mark.parametrize("is_sequence", [True, False])
 def test_the_first_rank_reads_a_loader_with_its_own_generator(world, is_sequence):
     """With `shard="first"` every row is trained on once an epoch."""
     generator = np.random.default_rng(world.rank)
-    data = endless_unseeded(generator)
-    if is_sequence:
-        data = Unseeded(generator, generator.permutation(48))
-    model = counting_model()
-    keras_dist.dist_fit(
-        model,
-        data,
-        steps_per_epoch=None if is_sequence else 4,
-        epochs=3,
-        verbose=0,
-        batch="global",
-        shard="first",
-    )
+    data = (Shuffled if is_sequence else endless)(generator)
+    model, steps = counting_model(), None if is_sequence else 4
+    given = {"steps_per_epoch": steps, "epochs": 3, "verbose": 0}
+    keras_dist.dist_fit(model, data, batch="global", shard="first", **given)
     np.testing.assert_allclose(model.get_weights()[0], 3, rtol=1e-5)
 
 
@@ -131,7 +104,7 @@ def test_an_error_of_the_first_ranks_loader(world):
     """It is raised on all ranks."""
 
     def broken():
-        yield from [next(endless_unseeded(np.random.default_rng(0)))] * 3
+        yield from [next(endless(np.random.default_rng(0)))] * 3
         raise OSError("no such picture")
 
     with pytest.raises((OSError, RuntimeError), match="no such picture"):
@@ -140,17 +113,16 @@ def test_an_error_of_the_first_ranks_loader(world):
 
 def test_an_error_of_one_rank_while_the_first_reads(world):
     """An argument of one rank: all have looked at the first batches before."""
-    data = endless_unseeded(np.random.default_rng(0))
-    steps = 0 if world.rank == world.size - 1 else 4
+    data = endless(np.random.default_rng(0))
+    given = {"steps_per_epoch": 0 if world.rank == world.size - 1 else 4, "verbose": 0}
     with pytest.raises(ValueError, match="`steps_per_epoch` must be"):
-        keras_dist.dist_fit(
-            counting_model(), data, steps_per_epoch=steps, verbose=0, shard="first"
-        )
+        keras_dist.dist_fit(counting_model(), data, shard="first", **given)
 
 
 def test_a_generator_that_differs_is_named_before_training(world):
     """A warning on the first rank; the shuffle after epoch 1 is then an error."""
-    data = Unseeded(np.random.default_rng(world.rank), np.arange(48))
+    data = Shuffled(np.random.default_rng(world.rank))
+    data.order = np.arange(48)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(ValueError, match="After `on_epoch_end`"):
@@ -173,17 +145,6 @@ def test_batches_of_one_rank_have_their_own_noise(world):
     assert orders.count(orders[0]) == world.size
 
 
-class InOrder(keras.utils.PyDataset):
-    """Batches of twelve rows, which Keras shuffles."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        x = np.eye(48, dtype="float32")[12 * index : 12 * index + 12]
-        return x, x[:, :1]
-
-
 @pytest.mark.parametrize("steps", [None, 3, 4])
 def test_batches_of_a_sequence_come_in_the_order_of_keras(steps):
     """With `shuffle=True`, the default of `fit`, a seed, and passes over epochs."""
@@ -195,7 +156,9 @@ def test_batches_of_a_sequence_come_in_the_order_of_keras(steps):
         return model
 
     how = {"shuffle": True, "epochs": 3, "steps_per_epoch": steps, "tolerance": 2e-5}
-    assert_equals_one_process(make, lambda _: InOrder(), batch="global", **how)
+    x = np.eye(48, dtype="float32")
+    data = Sequence(x, x[:, :1], [12])
+    assert_equals_one_process(make, lambda _: data, batch="global", **how)
 
 
 class Draws(keras.callbacks.Callback):
@@ -214,9 +177,8 @@ def test_callbacks_draw_alike(world):
     unseeded(world)
     draws, alone = Draws(), keras_dist.first_rank_only(Draws())
     x = np.ones((24, 48), "float32")
-    keras_dist.dist_fit(
-        counting_model(), x, x[:, :1], callbacks=[alone, draws], verbose=0
-    )
+    both = [alone, draws]
+    keras_dist.dist_fit(counting_model(), x, x[:, :1], callbacks=both, verbose=0)
     everyone = keras_dist.gather(draws.drawn)
     assert everyone[0] and everyone.count(everyone[0]) == world.size
 
@@ -243,12 +205,11 @@ class Seen(keras.callbacks.Callback):
         self.values = [layer.seen.numpy().tolist() for layer in layers]
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("run_eagerly", "jit_compile"), [(False, False), (True, False), (False, True)]
+)
 def test_noise_without_a_seed_is_each_ranks_own(world, run_eagerly, jit_compile):
     """`tf.random` and `keras.random` in a layer, after `set_random_seed`."""
-    if run_eagerly and jit_compile:
-        pytest.skip("Keras compiles no step that runs eagerly")
     keras.utils.set_random_seed(3)
     layers = [Noise(keras.random.normal)]
     if not jit_compile:  # XLA draws for `tf.random` by itself, whatever the seed
@@ -257,10 +218,8 @@ def test_noise_without_a_seed_is_each_ranks_own(world, run_eagerly, jit_compile)
     model.compile("sgd", "mse", run_eagerly=run_eagerly, jit_compile=jit_compile)
     x, seen = np.zeros((12, 8), "float32"), []
     for _ in range(2):
-        callback = Seen()
-        keras_dist.dist_fit(
-            model, x, x[:, :1], batch_size=2, callbacks=[callback], verbose=0
-        )
+        given = {"batch_size": 2, "callbacks": [callback := Seen()], "verbose": 0}
+        keras_dist.dist_fit(model, x, x[:, :1], **given)
         seen += callback.values
     every = [tuple(value) for values in keras_dist.gather(seen) for value in values]
     assert len(set(every)) == len(every)

@@ -1,9 +1,7 @@
 """Every callback of Keras works in the list of `dist_fit` as in that of `fit`."""
 
-import http.server
 import inspect
 import json
-import threading
 
 import keras
 import numpy as np
@@ -12,6 +10,7 @@ import tensorflow as tf
 from claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
+    assert_same_bits,
     shortened,
 )
 
@@ -22,30 +21,19 @@ callbacks = keras.callbacks
 # Lists of those that decide, each tried in one fit.
 DECIDE = {
     "stop": lambda: [
-        callbacks.EarlyStopping(
-            monitor="val_loss", patience=1, restore_best_weights=True
-        )
+        callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
     ],
     "average": lambda: [callbacks.SwapEMAWeights(swap_on_epoch=True)],
     "rate": lambda: [
-        callbacks.ReduceLROnPlateau(
-            monitor="loss", patience=1, min_delta=10, factor=0.5
-        ),
+        callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10, factor=0.5),
         callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
         callbacks.TerminateOnNaN(),
         callbacks.History(),
     ],
 }
 DECIDERS = {type(member).__name__ for make in DECIDE.values() for member in make()}
-WRITE = {
-    "BackupAndRestore",
-    "CSVLogger",
-    "ModelCheckpoint",
-    "OrbaxCheckpoint",
-    "ProgbarLogger",
-    "RemoteMonitor",
-    "TensorBoard",
-}
+WRITE = {"BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint"}
+WRITE |= {"ProgbarLogger", "RemoteMonitor", "TensorBoard"}
 WITH_HOOKS = {"Callback", "LambdaCallback"}
 HOLD_OTHERS = {"CallbackList", "MonitorCallback"}  # a list, and what others derive from
 
@@ -59,17 +47,6 @@ def test_no_callback_of_keras_is_missing_here():
     }
     assert len(present) > 10
     assert present <= DECIDERS | WRITE | WITH_HOOKS | HOLD_OTHERS
-
-
-@pytest.fixture
-def skewed(rows):
-    """48 rows to train on, and to evaluate: wrong on all ranks but the first one.
-
-    The first rank's own loss falls and would never stop it; that of all rises.
-    """
-    x, y = (array[:48] for array in rows)
-    is_wrong = np.arange(48) % keras_dist.size() != 0
-    return (x, y), (x, np.where(is_wrong, 1 - y, y))
 
 
 def with_callbacks(data, make_callbacks):
@@ -87,13 +64,18 @@ def with_callbacks(data, make_callbacks):
         pytest.param("rate", marks=pytest.mark.several_ranks),
     ],
 )
-def test_callbacks_that_decide_do_so_as_on_one_process(make_model, skewed, name):
-    """Each rank has another loss of its own, and all decide as one process does."""
+def test_callbacks_that_decide_do_so_as_on_one_process(make_model, rows, name):
+    """Each rank has another loss of its own, and all decide as one process does.
+
+    The rows to validate on are wrong on all ranks but the first one: its own loss falls
+    and would never stop it; that of all rises.
+    """
     size, rank = keras_dist.size(), keras_dist.rank()
-    data, validation = skewed
+    x, y = (array[:48] for array in rows)
+    validation = x, np.where(np.arange(48) % size != 0, 1 - y, y)
     model, logs, _ = assert_equals_one_process(
         lambda: make_model(keras.optimizers.SGD(1.0, use_ema=name == "average")),
-        with_callbacks(data, DECIDE[name]),
+        with_callbacks((x, y), DECIDE[name]),
         validation_data=validation,
         epochs=3,
     )
@@ -107,13 +89,8 @@ def test_a_callback_list_is_flattened(make_model, rows):
     """Keras accepts a `CallbackList`, too; its callbacks are not called twice."""
     seen = []
     mine = callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
-    keras_dist.dist_fit(
-        make_model(),
-        *rows,
-        batch_size=24,
-        verbose=0,
-        callbacks=callbacks.CallbackList([mine, keras_dist.Throughput()]),
-    )
+    given = callbacks.CallbackList([mine, keras_dist.Throughput()])
+    keras_dist.dist_fit(make_model(), *rows, callbacks=given, verbose=0)
     assert seen == [0]
 
 
@@ -201,20 +178,20 @@ def test_hooks_are_called_as_by_one_process(make_model, rows):
     assert len(seen) == (2 if keras_dist.rank() == 0 else 1)
 
 
-def test_writers_write_once_and_readers_wait(make_model, rows, folder):
+def test_writers_write_once_and_readers_wait(make_model, rows, folder, monkeypatch):
     """All of them in one list and one folder, and a callback that reads the files."""
     best = folder / "best.weights.h5"
-    size, epochs = keras_dist.size(), 2
-    server = _Server() if keras_dist.rank() == 0 else None
-    port = keras_dist.broadcast(server and server.port)
+    size, epochs, posted = keras_dist.size(), 2, []
+
+    def post(url, **sent):
+        posted.append(json.loads(json.dumps(sent["json"])))
+
+    monkeypatch.setattr("requests.post", post)
 
     class Reads(callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             saved = keras.models.load_model(folder / f"all-{epoch + 1}.keras")
-            for own, other in zip(
-                self.model.get_weights(), saved.get_weights(), strict=True
-            ):
-                assert (own == other).all()
+            assert_same_bits(self.model.get_weights(), saved.get_weights())
             found.append(len((folder / "log.csv").read_text().splitlines()))
 
     found = []
@@ -235,7 +212,7 @@ def test_writers_write_once_and_readers_wait(make_model, rows, folder):
             save_best_only=True,
             initial_value_threshold=-1.0,
         ),
-        callbacks.RemoteMonitor(f"http://127.0.0.1:{port}", send_as_json=True),
+        callbacks.RemoteMonitor(send_as_json=True),
         callbacks.TensorBoard(str(folder / "board")),
         callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
         *_orbax(folder),
@@ -256,13 +233,12 @@ def test_writers_write_once_and_readers_wait(make_model, rows, folder):
     twin = make_model(seed=9)
     twin.load_weights(best)
     twin.load_weights(folder / "backup" / "latest.weights.h5")
-    for own, other in zip(model.get_weights(), twin.get_weights(), strict=True):
-        assert (own == other).all()
+    assert_same_bits(model.get_weights(), twin.get_weights())
     metadata = json.loads((folder / "backup" / "training_metadata.json").read_text())
     assert metadata["epoch"] == epochs
     assert len(list((folder / "board" / "train").glob("events*"))) == 1
-    if server is not None:
-        assert [event["epoch"] for event in server.close()] == [0, 1]
+    sent = keras_dist.gather([event["epoch"] for event in posted])
+    assert sent == [[0, 1]] + [[]] * (size - 1)
 
 
 def _orbax(folder):
@@ -274,42 +250,10 @@ def _orbax(folder):
         return []
 
 
-class _Server:
-    """Stores the events that are posted to it."""
-
-    def __init__(self):
-        self.events = events = []
-
-        class Answers(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                length = int(self.headers["Content-Length"])
-                events.append(json.loads(self.rfile.read(length)))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *args):
-                pass
-
-        self.server = http.server.HTTPServer(("127.0.0.1", 0), Answers)
-        self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-        return self.events
-
-
 def test_the_progress_bar_is_printed_once(make_model, rows, capsys):
     """Also if the list has a `ProgbarLogger` already."""
-    keras_dist.dist_fit(
-        make_model(),
-        *rows,
-        batch_size=24,
-        epochs=2,
-        verbose=2,
-        callbacks=[callbacks.ProgbarLogger()],
-    )
+    bar = [callbacks.ProgbarLogger()]
+    keras_dist.dist_fit(make_model(), *rows, epochs=2, verbose=2, callbacks=bar)
     printed = capsys.readouterr().out.count("Epoch 1/2")
     assert keras_dist.gather(printed) == [1] + [0] * (keras_dist.size() - 1)
 
@@ -323,17 +267,10 @@ def test_tensorboard_holds_the_scalars_of_the_whole_job(
     x, y = (array[: 4 * 8 * size][:96] for array in rows)
     compiled = {"run_eagerly": False, "jit_compile": False}
     model = make_model(keras.optimizers.SGD(0.1), **compiled)
-    history = keras_dist.dist_fit(
-        model,
-        x,
-        y,
-        batch_size=8,
-        epochs=2,
-        warmup_epochs=1,
-        verbose=0,
-        validation_data=(x, y),
-        callbacks=[callbacks.TensorBoard(str(folder), update_freq=update_freq)],
-    ).history
+    board = callbacks.TensorBoard(str(folder), update_freq=update_freq)
+    given = {"batch_size": 8, "epochs": 2, "validation_data": (x, y), "verbose": 0}
+    given |= {"warmup_epochs": 1, "callbacks": [board]}
+    history = keras_dist.dist_fit(model, x, y, **given).history
     steps = int(model.optimizer.iterations) // 2
     scalars = read_scalars(folder / "train")
     for name in ("loss", "accuracy", "rows_per_second", "effective_learning_rate"):

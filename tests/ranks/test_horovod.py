@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import assert_close, assert_equal_to_the_bit, assert_same_bits, state_of
+from models import all_in_precision
 
 import keras_dist
 import keras_dist.horovod as hvd
@@ -19,46 +21,29 @@ _IS_LONG = os.environ.get("LONG_TESTS")
 pytestmark = pytest.mark.three_ranks if _IS_LONG else pytest.mark.several_ranks
 
 
-def make(seed=3, *, layers=None, policy="float32"):
+def make(seed=3):
     """A small model that is built."""
     keras.utils.set_random_seed(seed)
-    keras.config.set_dtype_policy(policy)
-    dense = layers or [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((5,)), *dense])
-    keras.config.set_dtype_policy("float32")
-    return model
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((5,)), *layers])
 
 
-def rows_of(rank, *, count=24, step=0):
+def make_rows(rank, count=24):
     """Rows of one rank."""
-    generator = np.random.default_rng(100 * step + rank)
-    x = generator.normal(size=(count, 5)).astype("float32")
+    x = np.random.default_rng(rank).normal(size=(count, 5)).astype("float32")
     return x, x.sum(axis=1, keepdims=True).astype("float32")
 
 
-def fit(model, optimizer, *, batch=8, epochs=1, rank=None, count=24, **kwargs):
+def fit(model, **arguments):
     """Train on this rank's rows as a script of Horovod does."""
-    x, y = rows_of(hvd.rank() if rank is None else rank, count=count)
-    compiled = {"loss": "mse", **kwargs.pop("compiled", {})}
-    compiled.setdefault("run_eagerly", True)
-    model.compile(optimizer, **compiled)
-    arguments = {"batch_size": batch, "epochs": epochs, "shuffle": False, "verbose": 0}
-    return model.fit(x, y, **{**arguments, **kwargs})
+    given = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    return model.fit(*make_rows(hvd.rank()), **given | arguments)
 
 
-def assert_close(model, expected, tolerance=1e-5):
-    """Weights are equal but for roundings."""
-    for own, other in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(own, other, rtol=tolerance, atol=tolerance / 10)
-
-
-def assert_equal_on_all(model):
-    """All ranks have the same bits."""
-    for weights in keras_dist.gather(model.get_weights())[1:]:
-        for own, first in zip(weights, model.get_weights(), strict=True):
-            assert hvd.size() == 1 or own.shape == first.shape
-    sums = keras_dist.gather([float(np.sum(w, dtype="float64")) for w in model.weights])
-    assert all(found == sums[0] for found in sums)
+def compile_and_fit(model, optimizer, *, compiled=(), **arguments):
+    """The same after `compile`; eagerly, unless `compiled` says else."""
+    model.compile(optimizer, **{"loss": "mse", "run_eagerly": True} | dict(compiled))
+    return fit(model, **arguments)
 
 
 def test_an_inf_is_forgotten_after_its_update():
@@ -126,15 +111,15 @@ def test_dist_fit_takes_an_optimizer_of_this_module():
     for wrap in (lambda plain: plain, hvd.DistributedOptimizer):
         models.append(make())
         models[-1].compile(wrap(keras.optimizers.SGD(0.05)), "mse")
-        keras_dist.dist_fit(models[-1], *rows_of(0, count=23), **given)
-    assert_close(*models)
-    assert_equal_on_all(models[0])
+        keras_dist.dist_fit(models[-1], *make_rows(0, count=23), **given)
+    assert_close(*(model.get_weights() for model in models))
+    assert_equal_to_the_bit(models[0])
     summed = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.05), backward_passes_per_step=2
     )
     models[0].compile(summed, "mse")
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
-        keras_dist.dist_fit(models[0], *rows_of(0), **given)
+        keras_dist.dist_fit(models[0], *make_rows(0), **given)
 
 
 @pytest.mark.three_ranks
@@ -247,8 +232,8 @@ def test_all_ranks_start_equal_before_the_first_step(is_built):
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(root)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
     compiled = {"run_eagerly": is_built}
-    fit(model, optimizer, callbacks=[callback], compiled=compiled)
-    assert_equal_on_all(model)
+    compile_and_fit(model, optimizer, callbacks=[callback], compiled=compiled)
+    assert_equal_to_the_bit(model)
     assert type(model) is keras.Sequential and callback.broadcast_done
 
 
@@ -256,18 +241,18 @@ def test_a_plain_optimizer_is_broadcast():
     """With weights that differ before it."""
     model = make(3 + hvd.rank())
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    fit(model, keras.optimizers.Adam(0.0), callbacks=[callback])
-    assert_close(model, make(3), 0)
+    compile_and_fit(model, keras.optimizers.Adam(0.0), callbacks=[callback])
+    assert_same_bits(model.get_weights(), make(3).get_weights())
 
 
 @pytest.mark.several_ranks
 def test_different_models_are_an_error_before_the_broadcast():
     """The error names the number of variables."""
     layers = [keras.layers.Dense(4), keras.layers.Dense(1)][hvd.rank() and 1 :]
-    model = make(layers=layers)
+    model = keras.Sequential([keras.Input((5,)), *layers])
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     with pytest.raises(ValueError, match="number of variables"):
-        fit(model, keras.optimizers.SGD(), callbacks=[callback])
+        compile_and_fit(model, keras.optimizers.SGD(), callbacks=[callback])
 
 
 def test_an_old_argument_of_compile_is_left_out_with_a_warning():
@@ -291,9 +276,9 @@ def test_callback_lists_may_differ_and_one_rank_may_save_and_evaluate(tmp_path):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
     if hvd.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint(str(file)))
-    fit(model, optimizer, epochs=2, callbacks=callbacks, compiled=compiled)
+    compile_and_fit(model, optimizer, compiled=compiled, epochs=2, callbacks=callbacks)
     if hvd.rank() == 0:
-        assert len(model.evaluate(*rows_of(0), verbose=0)) == 2
+        assert len(model.evaluate(*make_rows(0), verbose=0)) == 2
     epoch = hvd.broadcast(2 if hvd.rank() == 0 else 0, 0, name="resume_from_epoch")
     # As in Horovod's example for ImageNet: one rank loads, the others make a model.
     if hvd.rank() == 0:
@@ -303,13 +288,11 @@ def test_callback_lists_may_differ_and_one_rank_may_save_and_evaluate(tmp_path):
         resumed = make(9)
         again = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
         resumed.compile(again, "mse", metrics=["mae"], run_eagerly=True)
-    x, y = rows_of(hvd.rank())
-    arguments = {"batch_size": 8, "shuffle": False, "verbose": 0, "epochs": 4}
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    resumed.fit(x, y, callbacks=callbacks, initial_epoch=int(epoch), **arguments)
-    model.fit(x, y, initial_epoch=2, **arguments)
-    assert_close(resumed, model)
-    assert_equal_on_all(resumed)
+    fit(resumed, callbacks=callbacks, initial_epoch=int(epoch), epochs=4)
+    fit(model, initial_epoch=2, epochs=4)
+    assert_close(resumed.get_weights(), model.get_weights())
+    assert_equal_to_the_bit(resumed)
 
 
 def test_a_loaded_model_averages_and_keeps_its_state(tmp_path):
@@ -317,18 +300,15 @@ def test_a_loaded_model_averages_and_keeps_its_state(tmp_path):
     file = str(tmp_path / "model.keras")
     model = make()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
-    fit(model, optimizer, compiled={"metrics": ["mae", "mse"]})
+    compile_and_fit(model, optimizer, compiled={"metrics": ["mae", "mse"]})
     keras.saving.save_model(model, file)
     loaded = hvd.load_model(file, compression=hvd.Compression.none)
     assert loaded.optimizer.__class__ is keras.optimizers.Adam
-    assert len(loaded.optimizer.variables) == len(model.optimizer.variables)
-    for own, other in zip(loaded.optimizer.variables, optimizer.variables, strict=True):
-        np.testing.assert_array_equal(own.numpy(), other.numpy())
-    x, y = rows_of(hvd.rank())
+    assert_same_bits(state_of(loaded), state_of(model))
     loaded.run_eagerly = True
     for trained in (loaded, model):
-        trained.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert_close(loaded, model)
+        fit(trained)
+    assert_close(loaded.get_weights(), model.get_weights())
     plain = keras.models.load_model(file, compile=False)
     assert len(plain.weights) == 4
     plain.save(tmp_path / "model.h5")
@@ -347,27 +327,28 @@ def test_a_custom_optimizer_is_loaded(tmp_path):
 
     file = str(tmp_path / "model.keras")
     model = make()
-    fit(model, hvd.DistributedOptimizer(Halved(0.1)), compiled={"loss": my_loss})
+    optimizer = hvd.DistributedOptimizer(Halved(0.1))
+    compile_and_fit(model, optimizer, compiled={"loss": my_loss})
     keras.saving.save_model(model, file)
     objects = {"my_loss": my_loss}
     loaded = hvd.load_model(file, custom_optimizers=[Halved], custom_objects=objects)
     assert isinstance(loaded.optimizer, Halved)
     loaded.run_eagerly = True
-    loaded.fit(*rows_of(hvd.rank()), verbose=0)
+    fit(loaded)
 
 
 @pytest.mark.several_ranks
 def test_mixed_precision_averages_in_the_outermost_optimizer():
     """An inf on one rank is one for all; nobody waits."""
-    model = make(policy="mixed_float16")
+    model = all_in_precision("mixed_float16")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
     model.compile(optimizer, "mse", run_eagerly=True)
-    x, y = rows_of(hvd.rank())
+    x, y = (array / 10 for array in make_rows(hvd.rank()))  # else all overflow
     if hvd.rank() == 0:
         x[0] = np.inf
     scale = float(model.optimizer.initial_scale)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert_equal_on_all(model)
+    assert_equal_to_the_bit(model)
     assert float(model.optimizer.dynamic_scale) == scale / 2
     assert int(model.optimizer.iterations) == 2
 
@@ -381,14 +362,13 @@ def test_an_outermost_optimizer_keeps_its_own_passes():
     model = make()
     model.compile(outer, "mse")
     before = model.get_weights()
-    model.fit(*rows_of(hvd.rank(), count=8), batch_size=8, verbose=0)
-    for one, other in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+    model.fit(*make_rows(hvd.rank(), count=8), batch_size=8, verbose=0)
+    assert_same_bits(before, model.get_weights())
 
 
 def test_mixed_precision_does_not_add_gradients_of_a_tape_again():
     """The outermost optimizer sees that they are reduced."""
-    model = make(policy="mixed_float16")
+    model = all_in_precision("mixed_float16")
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum))
     weight = keras.Variable([0.0])
     with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:

@@ -20,9 +20,7 @@ ON_TWO = {
     "around fit: KeyboardInterrupt in the middle, and another fit",
 }
 
-ON_THREE = {
-    "around fit: the guide's train step with sample weights and class weights",
-}
+ON_THREE = {"around fit: the guide's train step with sample weights and class weights"}
 
 # With `batch="global"`, on three ranks.
 GLOBAL_ON_THREE = {

@@ -1,43 +1,36 @@
 """Models that generate: their train steps have several networks and losses."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 from keras import ops
+from models import Stepping, update
 
-from keras_ways.data import floats, integers, noise_of, perceptron, square
+from keras_ways.data import Tracked, floats, integers, noise_of, perceptron, square
 from keras_ways.way import Registry
 
 GENERATIVE = Registry("generative")
 
 
-def update(tape: Any, loss: Any, optimizer: Any, *models: Any) -> None:
-    """One update of the weights of some models."""
-    weights = [weight for model in models for weight in model.trainable_variables]
-    optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-
-
 class Latent(keras.layers.Layer):
     """Draws from a normal distribution; may add its divergence to the losses."""
 
-    def __init__(self, loss: Any = None) -> None:
+    def __init__(self, loss=None):
         super().__init__()
         self.loss = loss
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         mean, log_var, x = inputs
         if self.loss is not None:
             self.add_loss(self.loss(divergence(mean, log_var)))
         return mean + ops.exp(0.5 * log_var) * noise_of(x, 2)
 
 
-def divergence(mean: Any, log_var: Any) -> Any:
+def divergence(mean, log_var):
     """Of each row's normal distribution from the standard one."""
     return -0.5 * ops.sum(1 + log_var - ops.square(mean) - ops.exp(log_var), axis=1)
 
 
-def encoder_with(latent: Any) -> Any:
+def encoder_with(latent):
     """A functional model of three outputs."""
     inputs = keras.Input((6,))
     x = keras.layers.Dense(5, activation="relu")(inputs)
@@ -48,7 +41,7 @@ def encoder_with(latent: Any) -> Any:
 class VariationalAutoencoder(keras.Model):
     """Trackers of three losses, and means over the rows of sums in each row."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = encoder_with(Latent())
         self.decoder = perceptron(4, 6, inputs=2)
@@ -56,10 +49,10 @@ class VariationalAutoencoder(keras.Model):
         self.trackers = [keras.metrics.Mean(name=name) for name in names]
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self):
         return self.trackers
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         with tf.GradientTape() as tape:
             mean, log_var, z = self.encoder(data)
             gap = ops.sum(ops.square(data - self.decoder(z)), axis=1)
@@ -97,7 +90,7 @@ def autoencoder_with_loss(run, loss):
 class Gan(keras.Model):
     """A discriminator that learns with labels, then a generator that misleads it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = perceptron(4, 3, inputs=2)
         self.discriminator = perceptron(4, 1, inputs=3)
@@ -105,7 +98,7 @@ class Gan(keras.Model):
         self.d_tracker = keras.metrics.Mean(name="d_loss")
         self.g_tracker = keras.metrics.Mean(name="g_loss")
 
-    def compile(self, hold: Any, **how: Any) -> None:
+    def compile(self, hold, **how):
         """`hold` keeps both optimizers, and returns a function that reads them."""
         super().compile(**how)
         d_optimizer = keras.optimizers.Adam(0.01, beta_1=0.5, epsilon=1e-3)
@@ -113,10 +106,10 @@ class Gan(keras.Model):
         self.read = hold(self, d_optimizer, g_optimizer)
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self):
         return [self.d_tracker, self.g_tracker]
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         bce = keras.losses.BinaryCrossentropy(from_logits=True)
         d_optimizer, g_optimizer = self.read()
         noise = noise_of(data, 2)
@@ -164,15 +157,15 @@ def gan(run, hold):
 class ConditionalGan(keras.Model):
     """One class a row beside the noise and the sample; data of known pairs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = perceptron(4, 3, inputs=5)
         self.discriminator = perceptron(4, 1, inputs=6)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         return self.generator(inputs)
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         x, label = data
         classes = ops.one_hot(label, 3, dtype=x.dtype)
         bce = keras.losses.BinaryCrossentropy(from_logits=True)
@@ -196,20 +189,19 @@ def conditional_gan(run):
     model.d_optimizer = keras.optimizers.RMSprop(0.01)
     model.g_optimizer = keras.optimizers.Adam(0.01)
     run.compile(model)
-    data = tf.data.Dataset.from_tensor_slices((floats(3), integers(3)))
-    history = run.fit(model, data.batch(run.batch_size))
+    history = run.fit(model, run.batches(floats(3), integers(3)))
     return model.weights, model.d_optimizer, model.g_optimizer, history
 
 
 class WassersteinGan(keras.Model):
     """Several steps of the critic for one of the generator, and a gradient penalty."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = perceptron(4, 3, inputs=2)
         self.critic = perceptron(4, 1, inputs=3)
 
-    def penalty(self, real: Any, fake: Any) -> Any:
+    def penalty(self, real, fake):
         mixed = real + 0.5 * (1 + noise_of(real, 1)) * (fake - real)
         with tf.GradientTape() as tape:
             tape.watch(mixed)
@@ -218,7 +210,7 @@ class WassersteinGan(keras.Model):
         norms = ops.sqrt(ops.sum(ops.square(gradients), axis=1) + 1e-12)
         return ops.mean(ops.square(norms - 1))
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         noise = noise_of(data, 2)
         for step in range(3):
             with tf.GradientTape() as tape:
@@ -245,20 +237,20 @@ def wasserstein_gan(run):
 class CycleGan(keras.Model):
     """Two generators and two discriminators with an optimizer each, and one tape."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.to_y = perceptron(4, 3, inputs=3)
         self.to_x = perceptron(4, 3, inputs=3)
         self.of_x = perceptron(3, 1, inputs=3)
         self.of_y = perceptron(3, 1, inputs=3)
 
-    def compile(self, optimizers: Any, **how: Any) -> None:
+    def compile(self, optimizers, **how):
         super().compile(**how)
         self.g_optimizer, self.f_optimizer, self.x_optimizer, self.y_optimizer = (
             optimizers
         )
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         x, y = data
         mae = keras.losses.MeanAbsoluteError()
         mse = keras.losses.MeanSquaredError()
@@ -287,27 +279,21 @@ class CycleGan(keras.Model):
 def cycle_gan(run):
     optimizers = [keras.optimizers.Adam(0.01, beta_1=0.5) for _ in range(4)]
     model = run.compile(CycleGan(), optimizers)
-    one = tf.data.Dataset.from_tensor_slices(floats(3)).batch(run.batch_size)
-    two = tf.data.Dataset.from_tensor_slices(floats(3, seed=1)).batch(run.batch_size)
-    history = run.fit(model, tf.data.Dataset.zip((one, two)))
+    pairs = run.batches(floats(3)), run.batches(floats(3, seed=1))
+    history = run.fit(model, tf.data.Dataset.zip(pairs))
     return model.weights, optimizers, history
 
 
-class Diffusion(keras.Model):
+class Diffusion(Tracked):
     """Removes noise; another network follows by a moving average of the weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self):
+        super().__init__("n_loss")
         self.normalizer = keras.layers.Normalization()
         self.network = perceptron(5, 4, inputs=5)
         self.ema_network = keras.models.clone_model(self.network)
-        self.noise_tracker = keras.metrics.Mean(name="n_loss")
 
-    @property
-    def metrics(self) -> Any:
-        return [self.noise_tracker]
-
-    def loss_of(self, images: Any, network: Any) -> Any:
+    def loss_of(self, images, network):
         images = self.normalizer(images)
         noises = noise_of(images, 4)
         times = ops.square(noise_of(images, 1))
@@ -316,20 +302,17 @@ class Diffusion(keras.Model):
         found = network(ops.concatenate([noisy, times], axis=1))
         return self.loss(noises, found)
 
-    def train_step(self, images: Any) -> Any:
+    def train_step(self, images):
         with tf.GradientTape() as tape:
             loss = self.loss_of(images, self.network)
         update(tape, loss, self.optimizer, self.network)
-        self.noise_tracker.update_state(loss, sample_weight=ops.shape(images)[0])
         pairs = zip(self.network.weights, self.ema_network.weights, strict=True)
         for weight, ema in pairs:
             ema.assign(0.9 * ema + 0.1 * weight)
-        return {metric.name: metric.result() for metric in self.metrics}
+        return self.track(loss, images)
 
-    def test_step(self, images: Any) -> Any:
-        loss = self.loss_of(images, self.ema_network)
-        self.noise_tracker.update_state(loss, sample_weight=ops.shape(images)[0])
-        return {metric.name: metric.result() for metric in self.metrics}
+    def test_step(self, images):
+        return self.track(self.loss_of(images, self.ema_network), images)
 
 
 @GENERATIVE.way("diffusion with a moving average of the weights", is_traced=True)
@@ -337,22 +320,18 @@ def diffusion(run):
     x = 3 + 2 * floats(4)
     model = Diffusion()
     model.normalizer.adapt(x)
-    run.compile(
-        model,
-        keras.optimizers.AdamW(0.01, weight_decay=0.01),
-        keras.losses.MeanAbsoluteError(),
-    )
-    history = run.fit(model, x, validation_data=x[:9])
-    return model, history
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.01)
+    run.compile(model, optimizer, keras.losses.MeanAbsoluteError())
+    return model, run.fit(model, x, validation_data=x[:9])
 
 
 class Quantizer(keras.layers.Layer):
     """The nearest entry of a codebook, through which the gradient passes."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         self.codebook = self.add_weight(shape=(2, 5), initializer="uniform")
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         distances = (
             ops.sum(x**2, axis=1, keepdims=True)
             + ops.sum(self.codebook**2, axis=0)
@@ -365,10 +344,10 @@ class Quantizer(keras.layers.Layer):
         return x + ops.stop_gradient(found - x)
 
 
-class QuantizedTrainer(keras.Model):
+class QuantizedTrainer(Tracked):
     """A train step that adds the losses of the layers to its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.vqvae = keras.Sequential(
             [
@@ -379,20 +358,13 @@ class QuantizedTrainer(keras.Model):
                 keras.layers.Dense(6),
             ]
         )
-        self.total = keras.metrics.Mean(name="loss")
 
-    @property
-    def metrics(self) -> Any:
-        return [self.total]
+    def loss_of(self, x):
+        gap = ops.mean((x - self.vqvae(x)) ** 2) / 0.7
+        return gap + sum(self.vqvae.losses)
 
-    def train_step(self, x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            reconstructions = self.vqvae(x)
-            gap = ops.mean((x - reconstructions) ** 2) / 0.7
-            total = gap + sum(self.vqvae.losses)
-        update(tape, total, self.optimizer, self.vqvae)
-        self.total.update_state(total, sample_weight=ops.shape(x)[0])
-        return {"loss": self.total.result(), "vqvae_loss": sum(self.vqvae.losses)}
+    def train_step(self, x):
+        return super().train_step(x) | {"vqvae_loss": sum(self.vqvae.losses)}
 
 
 @GENERATIVE.way("VQ-VAE with a codebook", is_traced=True)
@@ -401,15 +373,15 @@ def quantized_autoencoder(run):
     return model, run.fit(model, floats(6))
 
 
-class Flow(keras.Model):
+class Flow(Stepping):
     """Coupling layers whose likelihood of the rows is a loss of the model itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scales = [perceptron(4, 2, inputs=2) for _ in range(2)]
         self.shifts = [perceptron(4, 2, inputs=2) for _ in range(2)]
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         log_det = ops.zeros((ops.shape(x)[0],), dtype=x.dtype)
         for scale, shift in zip(self.scales, self.shifts, strict=True):
             kept, changed = x[:, :2], x[:, 2:]
@@ -419,25 +391,18 @@ class Flow(keras.Model):
             log_det += ops.sum(s, axis=1)
         return x, log_det
 
-    def log_loss(self, x: Any) -> Any:
+    def loss_of(self, x):
         z, log_det = self(x)
         return -ops.mean(-0.5 * ops.sum(z**2, axis=1) + log_det)
 
-    def train_step(self, x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = self.log_loss(x)
-        update(tape, loss, self.optimizer, self)
-        return {"loss": loss}
-
-    def test_step(self, x: Any) -> Any:
-        return {"loss": self.log_loss(x)}
+    def test_step(self, x):
+        return {"loss": self.loss_of(x)}
 
 
 @GENERATIVE.way("normalizing flow")
 def flow(run):
     model = run.compile(Flow(), keras.optimizers.Adam(0.01))
-    history = run.fit(model, floats(4))
-    return model, history
+    return model, run.fit(model, floats(4))
 
 
 @GENERATIVE.way("convolutional autoencoder of pictures", is_traced=True)
@@ -456,21 +421,18 @@ def convolutional_autoencoder(run):
     return model, run.fit(model, x, x, validation_split=0.09)
 
 
-class Painter(keras.Model):
+class Painter(Stepping):
     """Losses of each row from a user's function, averaged by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.network = perceptron(4, 4, inputs=4)
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         return self.network(x)
 
-    def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = ops.mean(square(self(data) - noise_of(data, 4)))
-        update(tape, loss, self.optimizer, self)
-        return {"loss": loss}
+    def loss_of(self, data):
+        return ops.mean(square(self(data) - noise_of(data, 4)))
 
 
 @GENERATIVE.way("score matching, one data set of endless batches")

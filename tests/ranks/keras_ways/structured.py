@@ -1,14 +1,12 @@
 """Tables, graphs, ratings and time series."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
+from models import update
 
 from keras_ways.data import floats, integers, perceptron
-from keras_ways.generative import update
 from keras_ways.way import ROWS, Registry
 
 STRUCTURED = Registry("structured data")
@@ -22,10 +20,6 @@ def _table():
         "city": np.array(["rome", "oslo", "lima"])[integers(3, 1, seed=1)],
     }
     return columns, integers(2, seed=2)
-
-
-def _batches(run, *arrays):
-    return tf.data.Dataset.from_tensor_slices(arrays).batch(run.batch_size)
 
 
 @STRUCTURED.way("Normalization and StringLookup in the model")
@@ -42,16 +36,12 @@ def lookup_in_model(run):
         "kind": keras.Input((1,), dtype="int32", name="kind"),
         "city": keras.Input((1,), dtype="string", name="city"),
     }
-    found = [
-        normalize(inputs["age"]),
-        numbers(inputs["kind"]),
-        lookup(inputs["city"]),
-    ]
+    found = [normalize(inputs["age"]), numbers(inputs["kind"]), lookup(inputs["city"])]
     found = [ops.cast(values, keras.config.floatx()) for values in found]
     x = keras.layers.Dense(4, "relu")(keras.layers.concatenate(found))
     model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(x))
     run.compile(model, "adam", "binary_crossentropy", metrics=["accuracy"])
-    return model, run.fit(model, _batches(run, columns, y))
+    return model, run.fit(model, run.batches(columns, y))
 
 
 @STRUCTURED.way("Normalization and StringLookup in the pipeline", is_traced=True)
@@ -68,7 +58,7 @@ def lookup_in_pipeline(run):
 
     model = perceptron(4, 1, inputs=5, activation="sigmoid")
     run.compile(model, "adam", "binary_crossentropy", metrics=["AUC"])
-    data = _batches(run, columns, y).map(prepare).prefetch(2)
+    data = run.batches(columns, y).map(prepare).prefetch(2)
     return model, run.fit(model, data, validation_data=data)
 
 
@@ -90,7 +80,7 @@ def feature_space(run):
     outputs = keras.layers.Dense(1, activation="sigmoid")(encoded)
     model = keras.Model(encoded, outputs)
     run.compile(model, "adam", "binary_crossentropy", metrics=["accuracy"])
-    data = _batches(run, columns, y).map(lambda x, y: (space(x), y))
+    data = run.batches(columns, y).map(lambda x, y: (space(x), y))
     return model, run.fit(model, data)
 
 
@@ -112,14 +102,14 @@ def wide_and_deep(run):
 class Graph(keras.Model):
     """All nodes in each step; the batch says of which the labels count."""
 
-    def __init__(self, nodes: Any, edges: Any) -> None:
+    def __init__(self, nodes, edges):
         super().__init__()
         self.nodes, self.edges = nodes, edges
         self.project = keras.layers.Dense(4, use_bias=False)
         self.score = keras.layers.Dense(1, activation="tanh")
         self.outputs_of = keras.layers.Dense(3)
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         nodes, edges = inputs
         nodes = self.project(nodes)
         to, source = edges[:, 0], ops.take(nodes, edges[:, 1], axis=0)
@@ -130,18 +120,18 @@ class Graph(keras.Model):
         found = ops.segment_sum(source * attention, to, num_segments=ROWS)
         return self.outputs_of(ops.relu(found) + nodes)
 
-    def _step(self, data: Any) -> Any:
+    def _step(self, data):
         index, label = data
         scores = ops.take(self([self.nodes, self.edges]), index, axis=0)
         return label, scores, self.compute_loss(y=label, y_pred=scores)
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         with tf.GradientTape() as tape:
             label, scores, loss = self._step(data)
         update(tape, loss, self.optimizer, self)
         return self.compute_metrics(None, label, scores, None)
 
-    def test_step(self, data: Any) -> Any:
+    def test_step(self, data):
         label, scores, _ = self._step(data)
         return self.compute_metrics(None, label, scores, None)
 
@@ -156,8 +146,7 @@ def graph_attention(run):
     run.compile(model, optimizer, loss, metrics=["accuracy"])
     index = np.arange(ROWS)[::-1].copy()
     label = integers(3)
-    history = run.fit(model, index, label, validation_data=(index[:9], label[:9]))
-    return model, history
+    return model, run.fit(model, index, label, validation_data=(index[:9], label[:9]))
 
 
 @STRUCTURED.way("graph convolution of padded graphs with their adjacency")
@@ -178,14 +167,14 @@ def graph_convolution(run):
 class Recommender(keras.Model):
     """Products of embeddings of users and films, and a bias for each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         decay = keras.regularizers.L2(1e-3)
         self.users = keras.layers.Embedding(7, 3, embeddings_regularizer=decay)
         self.films = keras.layers.Embedding(9, 3, embeddings_regularizer=decay)
         self.biases = [keras.layers.Embedding(count, 1) for count in (7, 9)]
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         user, film = inputs[:, 0], inputs[:, 1]
         score = ops.sum(self.users(user) * self.films(film), axis=1, keepdims=True)
         return ops.sigmoid(score + self.biases[0](user) + self.biases[1](film))
@@ -197,8 +186,7 @@ def collaborative_filtering(run):
     run.compile(model, keras.optimizers.Adam(0.01), keras.losses.BinaryCrossentropy())
     x = np.stack([integers(7), integers(9, seed=1)], axis=1)
     y = 1 / (1 + np.exp(-floats()))
-    history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
-    return model, history
+    return model, run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
 
 
 @STRUCTURED.way("time series: windows of timeseries_dataset_from_array")
@@ -249,7 +237,7 @@ def sample_weights(run):
     x, y = floats(5), floats(1, seed=1)
     weights = np.linspace(0.1, 2, ROWS).astype(keras.config.floatx())
     first = run.fit(model, x, y, sample_weight=weights)
-    return model, first, run.fit(model, _batches(run, x, y, weights))
+    return model, first, run.fit(model, run.batches(x, y, weights))
 
 
 @STRUCTURED.way("quantiles: a loss function with one value a row")

@@ -1,14 +1,12 @@
 """Sequences: words, masks, attention, recurrent layers, speech."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
+from models import update
 
-from keras_ways.data import floats, integers, padded
-from keras_ways.generative import update
+from keras_ways.data import Tracked, floats, integers, padded
 from keras_ways.way import ROWS, Registry
 
 TEXT = Registry("text and speech")
@@ -22,7 +20,7 @@ ADAM, SGD = keras.optimizers.Adam, keras.optimizers.SGD
 class Block(keras.layers.Layer):
     """Attention, two dense layers, and what normalizes their sums."""
 
-    def __init__(self, width: int, *, is_causal: bool = False) -> None:
+    def __init__(self, width, *, is_causal=False):
         super().__init__()
         self.supports_masking = True
         self.is_causal = is_causal
@@ -30,7 +28,7 @@ class Block(keras.layers.Layer):
         self.dense = [keras.layers.Dense(5, "relu"), keras.layers.Dense(width)]
         self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
 
-    def call(self, x: Any, mask: Any = None) -> Any:
+    def call(self, x, mask=None):
         found = self.attention(
             x,
             x,
@@ -44,26 +42,26 @@ class Block(keras.layers.Layer):
 class WordsAndPositions(keras.layers.Layer):
     """The sum of two embeddings; the mask is that of the words."""
 
-    def __init__(self, length: int, width: int, *, mask_zero: bool = True) -> None:
+    def __init__(self, length, width, *, mask_zero=True):
         super().__init__()
         self.words = keras.layers.Embedding(WORDS, width, mask_zero=mask_zero)
         self.positions = keras.layers.Embedding(length, width)
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         return self.words(x) + self.positions(ops.arange(0, ops.shape(x)[-1]))
 
-    def compute_mask(self, x: Any, mask: Any = None) -> Any:
+    def compute_mask(self, x, mask=None):
         return self.words.compute_mask(x)
 
 
-def language_model() -> Any:
+def language_model():
     """Logits of the words of six positions."""
     inputs = keras.Input((6,), dtype="int32")
     x = Block(4)(WordsAndPositions(6, 4, mask_zero=False)(inputs))
     return inputs, keras.layers.Dense(WORDS)(x)
 
 
-def masked_words() -> Any:
+def masked_words():
     """Words of which some are hidden, the words, and 1 where one is hidden."""
     y = integers(WORDS, 6, low=2)
     hidden = (np.arange(ROWS)[:, None] + 2 * np.arange(6)[None, :]) % 3 == 0
@@ -75,8 +73,7 @@ def masked_language_model(run):
     model = keras.Model(*language_model())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     run.compile(model, SGD(0.1), loss, weighted_metrics=["accuracy"])
-    data = tf.data.Dataset.from_tensor_slices(masked_words()).batch(run.batch_size)
-    return model, run.fit(model, data, epochs=2)
+    return model, run.fit(model, run.batches(*masked_words()), epochs=2)
 
 
 class MaskedLanguageModel(keras.Model):
@@ -84,15 +81,15 @@ class MaskedLanguageModel(keras.Model):
 
     tracker = None
 
-    def compile(self, *args: Any, **arguments: Any) -> None:
+    def compile(self, *args, **arguments):
         super().compile(*args, **arguments)
         self.tracker = keras.metrics.Mean(name="loss")
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self):
         return [self.tracker]
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         x, y, weight = data
         with tf.GradientTape() as tape:
             losses = keras.losses.sparse_categorical_crossentropy(
@@ -107,9 +104,7 @@ class MaskedLanguageModel(keras.Model):
 @TEXT.way("masked language model, a loss for each word")
 def masked_language_model_of_vectors(run):
     model = run.compile(MaskedLanguageModel(*language_model()), SGD(0.01))
-    return model, run.fit(
-        model, tf.data.Dataset.from_tensor_slices(masked_words()).batch(run.batch_size)
-    )
+    return model, run.fit(model, run.batches(*masked_words()))
 
 
 @TEXT.way("transformer with masks: a class for each text", is_traced=True)
@@ -145,8 +140,7 @@ def small_gpt(run):
     model = keras.Model(inputs, [keras.layers.Dense(WORDS)(x), x])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     run.compile(model, SGD(0.1), loss=[loss, None])
-    text = integers(WORDS, 7)
-    data = tf.data.Dataset.from_tensor_slices(text).batch(run.batch_size)
+    data = run.batches(integers(WORDS, 7))
     return model, run.fit(model, data.map(lambda row: (row[:, :-1], row[:, 1:])))
 
 
@@ -175,12 +169,8 @@ def character_model(run):
         target, initial_state=state
     )
     model = keras.Model([source, target], keras.layers.Dense(4, "softmax")(x))
-    run.compile(
-        model,
-        keras.optimizers.RMSprop(0.01),
-        "categorical_crossentropy",
-        metrics=["accuracy"],
-    )
+    optimizer = keras.optimizers.RMSprop(0.01)
+    run.compile(model, optimizer, "categorical_crossentropy", metrics=["accuracy"])
     letters = np.eye(4, dtype=keras.config.floatx())
     words = [letters[integers(4, 4, seed=seed)] for seed in range(3)]
     return model, run.fit(model, words[:2], words[2], validation_split=0.09)
@@ -211,7 +201,7 @@ def ctc(run):
 class CtcLayer(keras.layers.Layer):
     """Adds the loss of each row, and passes the predictions on."""
 
-    def call(self, labels: Any, scores: Any) -> Any:
+    def call(self, labels, scores):
         rows = ops.shape(labels)[0]
         lengths = [ops.full((rows,), size, "int32") for size in (3, 8)]
         losses = ops.ctc_loss(labels, scores, *lengths, mask_index=0)
@@ -228,8 +218,7 @@ def ctc_layer(run):
     model = keras.Model(inputs, outputs)
     run.compile(model, keras.optimizers.SGD(0.01))
     given = {"pictures": floats(8, 3), "labels": integers(5, 3, low=1)}
-    data = tf.data.Dataset.from_tensor_slices(given).batch(run.batch_size)
-    return model, run.fit(model, data)
+    return model, run.fit(model, run.batches(given))
 
 
 def _recognizer():
@@ -243,44 +232,27 @@ def _recognizer():
     )
 
 
-class Speech(keras.Model):
+class Speech(Tracked):
     """Calls itself with something else than the batch: the target but its end."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sound = keras.layers.Dense(4, activation="tanh")
         self.words = keras.layers.Embedding(WORDS, 4)
         self.attention = keras.layers.MultiHeadAttention(1, 4)
         self.outputs_of = keras.layers.Dense(WORDS)
-        self.tracker = keras.metrics.Mean(name="loss")
 
-    @property
-    def metrics(self) -> Any:
-        return [self.tracker]
-
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs):
         sound, words = inputs
         found = self.attention(self.words(words), self.sound(sound))
         return self.outputs_of(found)
 
-    def loss_of(self, batch: Any) -> Any:
+    def loss_of(self, batch):
         target = batch["target"]
         scores = self([batch["source"], target[:, :-1]])
         one_hot = ops.one_hot(target[:, 1:], WORDS)
         mask = ops.cast(ops.not_equal(target[:, 1:], 0), scores.dtype)
         return self.compute_loss(None, one_hot, scores, sample_weight=mask)
-
-    def train_step(self, batch: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(batch)
-        update(tape, loss, self.optimizer, self)
-        self.tracker.update_state(loss, sample_weight=ops.shape(batch["target"])[0])
-        return {"loss": self.tracker.result()}
-
-    def test_step(self, batch: Any) -> Any:
-        loss = self.loss_of(batch)
-        self.tracker.update_state(loss, sample_weight=ops.shape(batch["target"])[0])
-        return {"loss": self.tracker.result()}
 
 
 @TEXT.way("speech recognition: a step that calls the model with shifted words")
@@ -288,7 +260,7 @@ def speech(run):
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
     model = run.compile(Speech(), keras.optimizers.SGD(0.1), loss)
     given = {"source": floats(7, 3), "target": padded(WORDS, 5)}
-    data = tf.data.Dataset.from_tensor_slices(given).batch(run.batch_size)
+    data = run.batches(given)
     return model, run.fit(model, data, validation_data=data)
 
 
@@ -312,8 +284,7 @@ def vectorization_in_model(run):
     )
     run.compile(model, SGD(0.1), "mse", run_eagerly=False)
     texts = np.array(_texts())[:, None]
-    data = tf.data.Dataset.from_tensor_slices((texts, floats()))
-    return model, run.fit(model, data.batch(run.batch_size))
+    return model, run.fit(model, run.batches(texts, floats()))
 
 
 @TEXT.way("TextVectorization in the pipeline, bigrams in one vector")
@@ -325,7 +296,7 @@ def vectorization_in_pipeline(run):
     vectorize.adapt(tf.data.Dataset.from_tensor_slices(texts).batch(5))
     model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(1)])
     run.compile(model, keras.optimizers.Adam(0.01), "mse")
-    data = tf.data.Dataset.from_tensor_slices((texts, floats())).batch(run.batch_size)
+    data = run.batches(texts, floats())
     data = data.map(lambda x, y: (vectorize(x), y), num_parallel_calls=2)
     return model, run.fit(model, data.cache().prefetch(tf.data.AUTOTUNE))
 

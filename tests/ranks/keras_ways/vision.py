@@ -2,15 +2,14 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
+from models import update
 
 from keras_ways.data import floats, integers
-from keras_ways.generative import update
 from keras_ways.way import ROWS, Registry
 
 VISION = Registry("vision")
@@ -49,14 +48,14 @@ def detection(run):
     # their sizes: here all are equal.
     x = floats(6, 6, 3, rows=24)
     y = {"boxes": floats(4, rows=24), "classes": np.arange(24) % 3}
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(run.batch_size)
+    data = run.batches(x, y)
     return model, run.fit(model, data, validation_data=data)
 
 
 class AnchorLoss(keras.losses.Loss):
     """Focal and box loss of the anchors of a picture, by how many are positive."""
 
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true, y_pred):
         positive = ops.cast(y_true[..., 4] > 0, y_pred.dtype)
         gap = ops.mean(ops.square(y_true[..., :4] - y_pred[..., :4]), axis=-1)
         chance = ops.sigmoid(y_pred[..., 4])
@@ -95,11 +94,11 @@ def segmentation(run):
 class Patches(keras.layers.Layer):
     """Cuts pictures into patches, and adds a trained vector for each position."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         self.project = keras.layers.Dense(4)
         self.positions = self.add_weight(shape=(4, 4), name="positions")
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         patches = ops.image.extract_patches(x, (3, 3))
         patches = ops.reshape(patches, (-1, 4, 9))
         return self.project(patches) + self.positions
@@ -231,16 +230,16 @@ def films(run):
 class Gradual(keras.Model):
     """A second output trains the same layers, by weights of its own optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.trunk = keras.layers.Dense(4, activation="tanh")
         self.heads = [keras.layers.Dense(1), keras.layers.Dense(3)]
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         x = self.trunk(x)
         return [head(x) for head in self.heads]
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         x, (number, label) = data
         cross = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         with tf.GradientTape() as tape:
@@ -255,6 +254,6 @@ class Gradual(keras.Model):
 @VISION.way("two tasks, one train step, a tuple of targets")
 def two_tasks(run):
     model = run.compile(Gradual(), keras.optimizers.Nadam(0.01))
-    data = (floats(5), (floats(1, seed=1), integers(3)))
-    data = tf.data.Dataset.from_tensor_slices(data).batch(run.batch_size)
-    return model, run.fit(model, data)
+    return model, run.fit(
+        model, run.batches(floats(5), (floats(1, seed=1), integers(3)))
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from claims import EXACT, difference_of_states, models_in
 
 import keras_dist
@@ -58,6 +59,11 @@ class Run:
     def steps(self, count: int) -> int:
         """`steps_per_epoch` of a script for one process, for so many global batches."""
         return count if self.is_oracle or self.is_global else count * self.size
+
+    def batches(self, *arrays: Any) -> Any:
+        """A data set of one array, or of rows of several, in batches."""
+        rows = arrays[0] if len(arrays) == 1 else arrays
+        return tf.data.Dataset.from_tensor_slices(rows).batch(self.batch_size)
 
     def compile(self, model: Any, *args: Any, **arguments: Any) -> Any:
         """`model.compile`; returns the model."""
