@@ -66,7 +66,6 @@ def on_two_ranks(tmp_path_factory, written):
     if pages.has_fashion_mnist():
         options = f"--rows 256 --log-dir {written} --target-accuracy 0 --patience 2"
         shown.append(f"examples/fashion_mnist.py {options}")
-    shown += [
-        pages.named(page) for page in pages.pages() if pages.blocks(page, "python")
-    ]
-    return pages.run_all(shown, tmp_path_factory.mktemp("two"), 2)
+    return pages.run_all(
+        [*shown, *pages.with_snippets()], tmp_path_factory.mktemp("two"), 2
+    )

@@ -9,9 +9,11 @@ TensorFlow takes seconds. A script may have arguments: "examples/files.py files"
 import os
 import re
 import sys
+import tomllib
 import traceback
 import types
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -34,10 +36,14 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *(page for page in found if page != NOTEBOOK)]
 
 
+def project() -> dict[str, Any]:
+    """The metadata of the package."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def supported_pythons() -> list[str]:
     """Those of the metadata."""
-    text = (ROOT / "pyproject.toml").read_text()
-    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    return re.findall(r"Python :: (3\.\d+)", "\n".join(project()["classifiers"]))
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
@@ -58,6 +64,11 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def with_snippets() -> list[str]:
+    """The pages with code that `make setup` alone can run."""
+    return [named(page) for page in pages() if blocks(page, "python")]
+
+
 def _run(path: Path, words: list[str], folder: Path) -> None:
     """Run a script, or all Python snippets of a page in their order, and no others."""
     name = re.sub(r"\W", "_", str(path))
@@ -69,6 +80,7 @@ def _run(path: Path, words: list[str], folder: Path) -> None:
     os.chdir(here)
     if path.suffix == ".py":
         sys.argv = [str(path), *words]
+        sys.path.insert(0, str(path.parent))
         parts = [(1, path.read_text())]
     else:  # "py" are those that `make setup` alone cannot run
         parts = blocks(path, "python") or blocks(path, "py")
@@ -100,10 +112,8 @@ def run_all(names: list[str], folder: Path, ranks: int | None) -> dict[str, list
     """Run pages and scripts in one launch; return what each prints, line by line."""
     from launch import launch  # noqa: PLC0415 - no rank needs it
 
-    command = [sys.executable, "tests/pages.py", str(folder), *names]
-    env = {"PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{ROOT}/examples"}
-    done = launch(command, ranks=ranks, timeout=600, env=env)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    command = ["tests/pages.py", folder, *names]
+    done = launch(command, ranks=ranks, timeout=600, check=True)
     parts = re.split(r"^== (.*)\n", done.stdout, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], map(str.splitlines, parts[1::2]), strict=True))
 

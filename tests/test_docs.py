@@ -7,14 +7,14 @@ import json
 import pkgutil
 import re
 import runpy
-import subprocess
 import sys
-import tomllib
 from dataclasses import fields
 from typing import Any
 
+import generated
 import keras
 import pytest
+from launch import launch
 from pages import (
     DOCS,
     NOTEBOOK,
@@ -22,22 +22,17 @@ from pages import (
     blocks,
     named,
     pages,
+    project,
     run_all,
     supported_pythons,
+    with_snippets,
 )
 
 import keras_dist
 from keras_dist import version
 from keras_dist.setup.arguments import KerasArguments, Options
 
-sys.path.append(str(DOCS / "_ext"))
-import generated  # noqa: E402 - lies beside the pages that it fills
-
 README = (ROOT / "README.md").read_text()
-
-
-def _with_snippets():
-    return [named(page) for page in pages() if blocks(page, "python")]
 
 
 def test_the_readme_runs_on_one_process(on_one_process):
@@ -48,12 +43,12 @@ def test_the_readme_runs_on_one_process(on_one_process):
 @pytest.mark.long
 def test_snippets_run_on_one_process(tmp_path):
     """Each page's in their order."""
-    run_all(_with_snippets(), tmp_path, None)
+    run_all(with_snippets(), tmp_path, None)
 
 
 def test_snippets_run_on_two_ranks(on_two_ranks):
     """Each page's in their order."""
-    assert set(_with_snippets()) <= set(on_two_ranks)
+    assert set(with_snippets()) <= set(on_two_ranks)
 
 
 def test_the_other_snippets_are_python():
@@ -100,26 +95,26 @@ def test_the_plan_is_the_one_that_digits_prints(on_two_ranks):
 
 def test_arguments_of_keras_are_those_of_fit():
     """Names, order and defaults."""
-    theirs = _defaults(inspect.signature(keras.Model.fit))
-    del theirs["self"]
-    assert {item.name: item.default for item in fields(KerasArguments)} == theirs
-    assert [item.name for item in fields(KerasArguments)] == list(theirs)
+    assert _defaults(keras.Model.fit)[1:] == _fields(KerasArguments)
 
 
 def test_dist_fit_takes_keras_arguments_and_options_alone():
     """The model, those by position or name, then those by name only."""
-    ours = inspect.signature(keras_dist.dist_fit)
-    expected = {item.name: item.default for item in fields(KerasArguments)}
-    expected |= {item.name: item.default for item in fields(Options)}
-    defaults = _defaults(ours)
-    assert defaults.pop("model") is inspect.Parameter.empty
-    assert list(defaults.items()) == list(expected.items())
-    by_name = [p.name for p in ours.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    model, *others = _defaults(keras_dist.dist_fit)
+    assert model == ("model", inspect.Parameter.empty)
+    assert others == _fields(KerasArguments) + _fields(Options)
+    taken = inspect.signature(keras_dist.dist_fit).parameters.values()
+    by_name = [p.name for p in taken if p.kind is p.KEYWORD_ONLY]
     assert by_name == [item.name for item in fields(Options)]
 
 
-def _defaults(signature: inspect.Signature) -> dict[str, object]:
-    return {p.name: p.default for p in signature.parameters.values()}
+def _fields(options: type) -> list[tuple[str, object]]:
+    return [(item.name, item.default) for item in fields(options)]
+
+
+def _defaults(function: Any) -> list[tuple[str, object]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(item.name, item.default) for item in parameters]
 
 
 def test_every_option_is_explained_with_its_default():
@@ -190,30 +185,20 @@ def test_generated_parts_are_filled():
 
 def test_the_extras_have_the_range_of_tensorflow():
     """And no dependency brings a second one beside the user's own."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    extras, dependencies = project()["optional-dependencies"], project()["dependencies"]
     limits = version.TENSORFLOW.removeprefix("tensorflow")
     assert extras["tensorflow"] == [version.TENSORFLOW]
     assert extras["tensorflow-cpu"] == [f"tensorflow-cpu{limits}"]
     assert extras["gpu"][0] == f"tensorflow[and-cuda]{limits}"
-    assert not any("tensorflow" in each for each in project["dependencies"])
-    assert (
-        f"keras>={version.format_version(version.OLDEST_KERAS)}"
-        in project["dependencies"]
-    )
-
-
-def test_the_links_of_the_readme_lead_somewhere():
-    """To pages and files."""
-    for link in re.findall(r"\]\(([^)#]+)", README):
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+    assert not any("tensorflow" in each for each in dependencies)
+    oldest = version.format_version(version.OLDEST_KERAS)
+    assert f"keras>={oldest}" in dependencies
 
 
 def test_the_readme_of_a_distribution_has_full_links():
     """To files that there are; on PyPI others lead nowhere."""
     readme = runpy.run_path(str(ROOT / "setup.py"))["readme"]()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    home = project["urls"]["Source"]
+    home = project()["urls"]["Source"]
     links = re.findall(r"\]\(([^)]+)", readme)
     files = [link.removeprefix(home) for link in links if link.startswith(home)]
     assert all(link.startswith("https://") for link in links) and len(files) > 20
@@ -228,11 +213,7 @@ def test_the_commands_exist():
     for target in ("setup", "check", "test", "demo", "docs"):
         assert f"\n{target}:" in makefile
     for argument in ("--help", "--version"):
-        subprocess.run(
-            [sys.executable, "-m", "keras_dist", argument],
-            check=True,
-            capture_output=True,
-        )
+        launch([sys.executable, "-m", "keras_dist", argument], check=True)
     for page in pages():
         for name, rest in re.findall(
             r"keras-dist (run|check|env|install-horovod)\b([^`\n]*)",
@@ -253,10 +234,8 @@ def _section(command: str) -> str:
 
 def test_settings_of_the_documentation_are_pinned_by_ranges():
     """So that warnings of a new version are no errors of ours."""
-    text = (ROOT / "pyproject.toml").read_text()
-    (group,) = re.findall(r"^docs = (\[.*?\n\])", text, re.DOTALL | re.MULTILINE)
-    wanted = json.loads(group.replace(",\n]", "\n]"))
-    assert all(">=" in one and "<" in one for one in wanted)
+    wanted = project()["optional-dependencies"]["docs"]
+    assert wanted and all(">=" in one and "<" in one for one in wanted)
 
 
 def test_each_supported_python_is_tried_by_the_workflow():

@@ -12,8 +12,6 @@ import pytest
 from launch import ROOT, launch
 from pages import has_fashion_mnist
 
-EXAMPLES = ROOT / "examples"
-
 needs_fashion_mnist = pytest.mark.skipif(
     not has_fashion_mnist(),
     reason="Fashion-MNIST is not on this machine (Debian: dataset-fashion-mnist)",
@@ -44,8 +42,7 @@ def test_digits_reaches_its_target_and_stops(printed):
 
 def test_digits_without_a_line_of_ours(on_two_ranks, written):
     """`--distribute` trains the script of plain Keras to the bits of `dist_fit`."""
-    done = launch(["--distribute", str(written / "plain.py")], ranks=2, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = launch(["--distribute", written / "plain.py"], ranks=2, check=True)
     for printed in (done.stdout, "\n".join(on_two_ranks[str(written / "ours.py")])):
         assert "32 global: 2 × 16 rows" in printed
     models = [h5py.File(written / f"{name}.weights.h5") for name in ("plain", "ours")]
@@ -69,10 +66,8 @@ def test_callbacks_alone_train_on_all_ranks(on_two_ranks):
 def test_two_ranks_print_the_result_of_one_process(name, on_one_process, on_two_ranks):
     """Files that `tf.data` decodes, and a train step that compares all rows."""
     one, two = (
-        [float(number) for number in re.findall(r"\d\.\d+", lines[-1])]
-        for lines in (
-            found[f"examples/{name}.py"] for found in (on_one_process, on_two_ranks)
-        )
+        [float(n) for n in re.findall(r"\d\.\d+", printed[f"examples/{name}.py"][-1])]
+        for printed in (on_one_process, on_two_ranks)
     )
     assert two == pytest.approx(one, abs=2e-4) and one
 
@@ -92,28 +87,27 @@ def test_fashion_mnist_stops_itself_and_logs_once(on_two_ranks, written):
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """Imports a module from the folder of the examples."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module
+def data(monkeypatch):
+    """The module `data` of the examples."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("data")
 
 
 @needs_fashion_mnist
-def test_fashion_mnist_is_read_whole(module):
+def test_fashion_mnist_is_read_whole(data):
     """The files on disk hold 70,000 images with ten labels, equally often."""
-    (x, y), (x_val, y_val) = module("data").load_fashion_mnist()
+    (x, y), (x_val, y_val) = data.load_fashion_mnist()
     assert (x.shape, x_val.shape) == ((60_000, 28, 28, 1), (10_000, 28, 28, 1))
     assert set(np.bincount(y)) == {6000}
     assert set(np.bincount(y_val)) == {1000}
 
 
-def test_data_that_cannot_be_had_is_a_clear_error(module, monkeypatch):
+def test_data_that_cannot_be_had_is_a_clear_error(data, monkeypatch):
     """Without files and network, the error names the package and another example."""
 
     def fail():
         raise Exception("no network")  # what Keras raises
 
-    data = module("data")
     monkeypatch.setattr(data, "FOLDER", Path("/nowhere"))
     monkeypatch.setattr(keras.datasets.fashion_mnist, "load_data", fail)
     with pytest.raises(RuntimeError, match="no network.*dataset-fashion-mnist.*digits"):

@@ -16,56 +16,39 @@ def tf_config(kind="worker", index=0, **cluster):
     return {"TF_CONFIG": json.dumps(config)}
 
 
-HOROVOD = {
-    "HOROVOD_RANK": "3",
-    "HOROVOD_SIZE": "4",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "2",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-MPICH = {
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "2",
-}
-SLURM = {
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-}
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "29400",
-}
-PODS = {
-    "JOB_COMPLETION_INDEX": "1",
-    "KERAS_DIST_NNODES": "2",
-    "KERAS_DIST_RDZV": "train-0.train:29400",
-}
+def variables(text):
+    """Variables from a line of the shell."""
+    return dict(word.split("=") for word in text.split())
+
+
+HOROVOD = variables(
+    "HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"
+)
+OPEN_MPI = variables(
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2"
+    " OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+)
+MPICH = variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+SLURM = variables(
+    "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_NODEID=1"
+    " SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=2(x2)"
+    " SLURM_JOB_ID=7 SLURM_STEP_ID=0"
+)
+TORCHRUN = variables(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"
+    " MASTER_ADDR=a MASTER_PORT=29400"
+)
+PODS = variables(
+    "JOB_COMPLETION_INDEX=1 KERAS_DIST_NNODES=2 KERAS_DIST_RDZV=train-0.train:29400"
+)
 
 PLACES = [
     (HOROVOD, Place("horovodrun", 3, 4, 1, 2)),
     (OPEN_MPI, Place("mpirun (Open MPI)", 1, 2, 1, 2)),
     (MPICH, Place("mpirun (MPICH)", 1, 2, 1, 2)),
-    (SLURM, Place("srun", 2, 4, 0, 2, "n1", 20707)),
-    (
-        SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4"},
-        Place("srun", 2, 4, 0, 2, "n1", 20707),
+    *(
+        (SLURM | more, Place("srun", 2, 4, 0, 2, "n1", 20707))
+        for more in ({}, {"PMI_RANK": "2", "PMI_SIZE": "4"})
     ),
     (TORCHRUN, Place("torchrun", 3, 4, 1, 2, "a", 29401)),
     (tf_config(index=1), Place("TF_CONFIG", 1, 3, 1, 2, "10.0.0.1", 4001)),
@@ -155,11 +138,9 @@ def test_two_launchers_are_an_error():
 
 def test_a_launcher_that_srun_has_started_counts():
     """One task on each node starts torchrun, or Open MPI's daemons."""
-    daemons = SLURM | {
-        "SLURM_PROCID": "1",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    }
+    daemons = SLURM | variables(
+        "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2)"
+    )
     assert find_place(daemons | OPEN_MPI).launcher == "mpirun (Open MPI)"
     assert find_place(daemons | TORCHRUN).launcher == "torchrun"
     assert find_place(SLURM | HOROVOD).launcher == "horovodrun"

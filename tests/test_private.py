@@ -82,7 +82,8 @@ def test_private_names_of_keras_are_in_one_file():
             )
 
 
-def made_objects() -> dict[str, object]:
+@pytest.fixture(scope="module")
+def objects() -> dict[str, object]:
     """For each private name, an object of the installed Keras or TensorFlow with it."""
     layer = keras.layers.Dense(1)
     model = keras.Sequential([keras.layers.Input((1,)), layer])
@@ -139,11 +140,6 @@ NAMES = sorted(
     {name for name, _ in names_used(ast.parse(FILE.read_text()))}
     | {*private.OVERRIDDEN}
 )
-
-
-@pytest.fixture(scope="module")
-def objects():
-    return made_objects()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,10 +3,10 @@
 import inspect
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import generated
 import pytest
 from pages import DOCS, named, pages, supported_pythons
 
@@ -19,9 +19,6 @@ from keras_dist.version import (
     TENSORFLOW_RANGE,
     format_version,
 )
-
-sys.path.append(str(DOCS / "_ext"))
-import generated  # noqa: E402 - lies beside the pages that it fills
 
 # No sentence may be about this in these words.
 _NOTHING = r"(?!)"
@@ -193,7 +190,7 @@ def test_each_default_is_the_one_of_the_signature():
     defaults: dict[str, set[str]] = {}
     for function in (Options, keras_dist.ReplicaCheck):
         for name, each in inspect.signature(function).parameters.items():
-            defaults.setdefault(name, set()).add(_shown(each.default))
+            defaults.setdefault(name, set()).add(generated.shown(each.default))
     head = r"^\| argument \| default \|.*\n((?:\|.*\n)+)"
     rows = [
         (page, *row)
@@ -204,10 +201,6 @@ def test_each_default_is_the_one_of_the_signature():
     assert {name for _, name, _ in rows} >= set(defaults)
     for page, name, shown in rows:
         assert shown in defaults.get(name, {shown}), f"{page}: {name}"
-
-
-def _shown(value):
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def test_the_ranges_of_versions_are_the_same_on_every_page():

@@ -24,10 +24,5 @@ _ONE = [file for file in FILES if file.stem == "test_equivalence"]
 )
 def test_all_ranks_pass_their_tests(size, files, launcher):
     """Every rank runs every test; a hang is a failure, after a time limit."""
-    done = launch(
-        [sys.executable, "-m", "pytest", "-x", "-q", *map(str, files)],
-        ranks=size,
-        timeout=1800,
-        launcher=launcher,
-    )
-    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", *files]
+    launch(words, ranks=size, timeout=1800, launcher=launcher, check=True)

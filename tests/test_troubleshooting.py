@@ -31,16 +31,11 @@ def template(node):
     return None
 
 
-def trees():
-    """The syntax of all files of the package."""
-    return [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
 def templates():
     """All strings of the package but its docstrings."""
     found = set()
-    for tree in trees():
-        nodes = list(ast.walk(tree))
+    for path in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
         docstrings = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
         found |= {template(n) for n in nodes if id(n) not in docstrings}
     return found - {None}

@@ -1,12 +1,10 @@
 """A type checker finds the mistakes in a user's script, and nothing else."""
 
 import inspect
-import os
 import re
-import subprocess
 import sys
 
-from launch import ROOT
+from launch import ROOT, launch, write_script
 
 import keras_dist
 
@@ -40,19 +38,10 @@ keras_dist.ReplicaCheck(action="rase")
 
 def test_a_type_checker_finds_the_mistakes_of_a_script(tmp_path):
     """By the last eight lines, each of which is one."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    checker = [sys.executable, "-m", "mypy", "--strict", "--cache-dir"]
-    options = ["--ignore-missing-imports", "--follow-imports=silent", str(script)]
-    done = subprocess.run(
-        [*checker, str(tmp_path / "cache"), *options],
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    checker = [sys.executable, "-m", "mypy", "--config-file=", "--strict"]
+    options = ["--ignore-missing-imports", "--follow-imports=silent", "--cache-dir"]
+    words = [*checker, *options, tmp_path / "cache", write_script(tmp_path, SCRIPT)]
+    done = launch(words, env={"MYPYPATH": str(ROOT)})
     found = [int(line) for line in re.findall(r"script\.py:(\d+): error", done.stdout)]
     last = len(SCRIPT.splitlines())
     assert found == list(range(last - 7, last + 1)), done.stdout + done.stderr

@@ -44,17 +44,12 @@ def test_a_name_that_left_cannot_be_imported(name):
     assert not hasattr(importlib.import_module(owner), attribute)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("-")])
-def test_an_option_that_left_is_an_error(name, capsys):
-    """argparse names it."""
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n.startswith(("-", "keras-dist "))]
+)
+def test_an_option_or_command_that_left_is_an_error(name, capsys):
+    """argparse names the option, or the commands that there are."""
+    words = name.split()[1:]  # none of an option
     with pytest.raises(SystemExit, match="2"):
-        main(["run", "-np", "1", name, "1", "script.py"])
-    assert "error:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("keras-dist ")])
-def test_a_command_that_left_is_an_error(name, capsys):
-    """argparse names those that there are."""
-    with pytest.raises(SystemExit, match="2"):
-        main(name.split()[1:])
-    assert "invalid choice" in capsys.readouterr().err
+        main(words or ["run", "-np", "1", name, "1", "script.py"])
+    assert ("invalid choice" if words else "error:") in capsys.readouterr().err

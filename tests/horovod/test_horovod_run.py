@@ -1,8 +1,6 @@
 """`keras_dist.horovod` on one process."""
 
-import sys
-
-from launch import launch
+from launch import launch, write_script
 
 _ALONE = """
 import sys
@@ -39,8 +37,5 @@ except RuntimeError as error:
 
 def test_one_process_needs_no_horovod(tmp_path):
     """A script runs alone; what is Horovod's own says how to install it."""
-    script = tmp_path / "script.py"
-    script.write_text(_ALONE)
-    done = launch([sys.executable, str(script)], ranks=None, timeout=120)
-    assert done.returncode == 0, done.stderr[-5000:]
+    done = launch([write_script(tmp_path, _ALONE)], check=True)
     assert "all is well" in done.stdout

@@ -6,75 +6,55 @@ import `keras_dist.horovod`, and spell what Keras 3 has renamed as it does.
 """
 
 import json
-import shutil
-import sys
-from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
-from launch import launch
+from launch import ROOT, write_script
+from pages import run_all
 
-FOLDER = Path(__file__).parents[1] / "horovod_scripts"
+FOLDER = ROOT / "tests" / "horovod_scripts"
 RECORDED = json.loads((FOLDER / "recorded.json").read_text())
-RUNNER = ("run.py", "results.py")
-NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.name not in RUNNER)
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "results")
 # Run by Horovod's own layer on Keras 3, too.
 UNCHANGED = "no_callbacks"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The scripts, and `unchanged.py`, which imports Horovod's own layer."""
+def by_keras_dist(tmp_path_factory):
+    """What each script has recorded, by its name: a list of both ranks.
+
+    `unchanged` is one of them, but imports Horovod's own layer.
+    """
     folder = tmp_path_factory.mktemp("horovod_scripts")
-    for path in FOLDER.glob("*.py"):
-        shutil.copy(path, folder)
     ours, theirs = "import keras_dist.horovod as", "import horovod.tensorflow.keras as"
     text = (FOLDER / f"{UNCHANGED}.py").read_text()
     assert ours in text
-    (folder / "unchanged.py").write_text(text.replace(ours, theirs))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def by_keras_dist(folder):
-    """What each script has recorded, by its name: a list of both ranks."""
-    scripts = [folder / f"{name}.py" for name in [*NAMES, "unchanged"]]
-    results = folder / "results"
-    done = launch(
-        [sys.executable, str(folder / "run.py"), str(results), *map(str, scripts)],
-        ranks=2,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-8000:]
+    unchanged = write_script(folder, text.replace(ours, theirs), "unchanged.py")
+    run_all([*(f"{FOLDER}/{name}.py" for name in NAMES), unchanged], folder, 2)
     return {
-        script.stem: [
-            json.loads((results / f"{script.stem}.{rank}.json").read_text())
+        name: [
+            json.loads(next(folder.glob(f"*_{name}_py/{rank}.json")).read_text())
             for rank in range(2)
         ]
-        for script in scripts
+        for name in [*NAMES, "unchanged"]
     }
 
 
-def assert_close(found, expected, where):
+def assert_close(found, expected, name):
     """The same structure, and the same numbers but for rounding."""
-    if isinstance(expected, dict):
-        assert sorted(found) == sorted(expected), where
-        for key, value in expected.items():
-            assert_close(found[key], value, f"{where}, {key}")
-    elif isinstance(expected, (str, type(None))):
-        assert found == expected, where
-    elif isinstance(expected, list) and any(
-        isinstance(one, (list, dict, str, type(None))) for one in expected
+    keras.tree.assert_same_structure(found, expected)
+    others = keras.tree.flatten(found)
+    for (path, value), other in zip(
+        keras.tree.flatten_with_path(expected), others, strict=True
     ):
-        assert len(found) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_close(found[index], value, f"{where}[{index}]")
-    else:
         # The rounding of a float16, or of some steps in float32.
-        tolerance = 1e-3 if "half_precision" in where else 1e-5
-        np.testing.assert_allclose(
-            found, expected, rtol=tolerance, atol=tolerance / 10, err_msg=where
-        )
+        tolerance = 1e-3 if "half_precision" in (name, *path) else 1e-5
+        if isinstance(value, (str, type(None))):
+            assert other == value, path
+        else:
+            close = pytest.approx(value, rel=tolerance, abs=tolerance / 10)
+            assert other == close, path
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,82 @@ from keras_dist.horovod.callbacks import LearningRateScheduleCallback
 
 hvd.init()
 
+# The rows of this rank, and what each fit is given if nothing else is said.
+MINE = slice(hvd.rank(), None, hvd.size())
+GIVEN = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+
+
+def ready(optimizer, *before, how=None, loss="mse", width=4, metrics=None):
+    """Return a compiled model of layers and a last `Dense`, with known weights.
+
+    `how` has arguments of `DistributedOptimizer`.
+    """
+    model = Sequential([*before, layers.Dense(1)])
+    model.build((None, width))
+    start(model)
+    optimizer = hvd.DistributedOptimizer(optimizer, **(how or {}))
+    model.compile(optimizer, loss, metrics=metrics)
+    return model
+
+
+def fit(optimizer, *before, data=None, mine=MINE, how=None, metrics=None, **given):
+    """Train layers and a last `Dense` on rows of this rank; return model and logs."""
+    x, y = data or rows()
+    model = ready(optimizer, *before, how=how, width=x.shape[1], metrics=metrics)
+    return model, model.fit(x[mine], y[mine], **(GIVEN | given)).history
+
+
+def broadcast():
+    """Each fit needs a callback of its own: it sends the first rank's weights once."""
+    return hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+
+
+def clipnorm():
+    """Clipping sees the average of all ranks."""
+    x, y = rows()
+    return fit(optimizers.SGD(0.1 * hvd.size(), clipnorm=0.1), data=(x, 10 * y))
+
+
+def embedding(optimizer, **how):
+    """Gradients of an `Embedding` are rows of a table, some repeated."""
+    words = np.random.RandomState(3).randint(0, 7, (24, 3))
+    y = words.sum(axis=1, keepdims=True).astype("float32") / 10
+    given = {"data": (words, y), "batch_size": 4, "callbacks": [broadcast()]}
+    return fit(optimizer, layers.Embedding(7, 2), layers.Flatten(), how=how, **given)
+
+
+def half_precision():
+    """Compression to 16 bits."""
+    hidden, how = layers.Dense(3, "tanh"), {"compression": hvd.Compression.fp16}
+    return fit(optimizers.SGD(0.1), hidden, how=how, callbacks=[broadcast()])
+
+
+def tuned():
+    """`gradient_predivide_factor` and `num_groups`, which change rounding only."""
+    how = {"gradient_predivide_factor": 2.0, "num_groups": 2}
+    return fit(optimizers.Adam(0.01 * hvd.size()), layers.Dense(3), how=how)
+
+
+# By name: a function that trains; of these the weights alone are recorded.
+WEIGHTS = {
+    # Moving statistics of a BatchNormalization are each rank's own.
+    "batch_norm": lambda: fit(
+        optimizers.SGD(0.1), layers.Dense(3), layers.BatchNormalization()
+    ),
+    # Moments of the batches of all ranks.
+    "sync_batch_norm": lambda: fit(
+        optimizers.SGD(0.1), layers.Dense(3), hvd.SyncBatchNormalization()
+    ),
+    "clipnorm": clipnorm,
+    "embedding": lambda: embedding(optimizers.SGD(0.1)),
+    # The table is sent whole, and Adam moves all its rows.
+    "embedding_dense": lambda: embedding(optimizers.Adam(0.01), sparse_as_dense=True),
+    "half_precision": half_precision,
+    # Gradients of the ranks are added, not averaged.
+    "op_sum": lambda: fit(optimizers.SGD(0.05, momentum=0.9), how={"op": hvd.Sum}),
+    "tuned": tuned,
+}
+
 # By name: a function that trains, and returns what to record.
 FITS = {}
 
@@ -23,117 +99,25 @@ def fit_script(train):
     return train
 
 
-def ready(optimizer, *before, loss="mse", width=4, **how):
-    """Return a compiled model of layers and a last `Dense`, with known weights."""
-    model = Sequential([*before, layers.Dense(1)])
-    model.build((None, width))
-    start(model)
-    model.compile(optimizer, loss, **how)
-    return model
-
-
-def fit(optimizer, *before, data=None, mine=None, metrics=None, **how):
-    """Train layers and a last `Dense` on rows of this rank; return model and logs."""
-    x, y = data or rows()
-    mine = slice(hvd.rank(), None, hvd.size()) if mine is None else mine
-    model = ready(optimizer, *before, width=x.shape[1], metrics=metrics)
-    given = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-    return model, model.fit(x[mine], y[mine], **(given | how)).history
-
-
-def broadcast():
-    """Each fit needs a callback of its own: it sends the first rank's weights once."""
-    return hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-
-
-def weights_of(*args, **kwargs):
-    """Fit, and return the weights alone."""
-    return {"weights": fit(*args, **kwargs)[0].get_weights()}
+def accumulate(optimizer, **how):
+    """Gradients of three batches are one, by default their sum, in each allreduce."""
+    how["backward_passes_per_step"] = 3
+    model, _ = fit(optimizer, how=how, data=rows(48), batch_size=4)
+    iterations = int(model.optimizer.iterations)
+    return {"weights": model.get_weights(), "iterations": iterations}
 
 
 @fit_script
 def accumulate_mean():
-    """Gradients of three batches are averaged before each allreduce."""
-    optimizer = hvd.DistributedOptimizer(
-        optimizers.Adam(0.01 * hvd.size()),
-        backward_passes_per_step=3,
-        average_aggregated_gradients=True,
-    )
-    model, _ = fit(optimizer, data=rows(48), batch_size=4)
-    iterations = int(model.optimizer.iterations)
-    return {"weights": model.get_weights(), "iterations": iterations}
+    """Or their average."""
+    adam = optimizers.Adam(0.01 * hvd.size())
+    return accumulate(adam, average_aggregated_gradients=True)
 
 
 @fit_script
 def accumulate_sum():
-    """Gradients of three batches are summed before each allreduce."""
-    sgd = optimizers.SGD(0.01 * hvd.size())
-    optimizer = hvd.DistributedOptimizer(sgd, backward_passes_per_step=3)
-    model, _ = fit(optimizer, data=rows(48), batch_size=4)
-    iterations = int(model.optimizer.iterations)
-    return {"weights": model.get_weights(), "iterations": iterations}
-
-
-@fit_script
-def batch_norm():
-    """Moving statistics of a BatchNormalization are each rank's own."""
-    norm = layers.BatchNormalization()
-    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1))
-    return weights_of(optimizer, layers.Dense(3), norm)
-
-
-@fit_script
-def sync_batch_norm():
-    """`hvd.SyncBatchNormalization`: moments of the batches of all ranks."""
-    norm = hvd.SyncBatchNormalization()
-    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1))
-    return weights_of(optimizer, layers.Dense(3), norm)
-
-
-@fit_script
-def clipnorm():
-    """Clipping sees the average of all ranks."""
-    x, y = rows()
-    optimizer = optimizers.SGD(learning_rate=0.1 * hvd.size(), clipnorm=0.1)
-    return weights_of(hvd.DistributedOptimizer(optimizer), data=(x, 10 * y))
-
-
-def _of_words(optimizer):
-    words = np.random.RandomState(3).randint(0, 7, (24, 3))
-    y = words.sum(axis=1, keepdims=True).astype("float32") / 10
-    before = layers.Embedding(7, 2), layers.Flatten()
-    given = {"data": (words, y), "batch_size": 4, "callbacks": [broadcast()]}
-    return weights_of(optimizer, *before, **given)
-
-
-@fit_script
-def embedding():
-    """Gradients of an `Embedding` are rows of a table, some repeated."""
-    return _of_words(hvd.DistributedOptimizer(optimizers.SGD(learning_rate=0.1)))
-
-
-@fit_script
-def embedding_dense():
-    """`sparse_as_dense=True`: the table is sent whole, and Adam moves all its rows."""
-    adam = optimizers.Adam(learning_rate=0.01)
-    return _of_words(hvd.DistributedOptimizer(adam, sparse_as_dense=True))
-
-
-@fit_script
-def half_precision():
-    """Compression to 16 bits."""
-    optimizer = hvd.DistributedOptimizer(
-        optimizers.SGD(learning_rate=0.1), compression=hvd.Compression.fp16
-    )
-    hidden = layers.Dense(3, activation="tanh")
-    return weights_of(optimizer, hidden, callbacks=[broadcast()])
-
-
-@fit_script
-def op_sum():
-    """`op=hvd.Sum`: gradients of the ranks are added, not averaged."""
-    sgd = optimizers.SGD(learning_rate=0.05, momentum=0.9)
-    return weights_of(hvd.DistributedOptimizer(sgd, op=hvd.Sum))
+    """Of plain SGD."""
+    return accumulate(optimizers.SGD(0.01 * hvd.size()))
 
 
 @fit_script
@@ -147,9 +131,8 @@ def schedule_function():
         momentum_correction=False,
         steps_per_epoch=4,
     )
-    optimizer = hvd.DistributedOptimizer(optimizers.Adam(learning_rate=rate))
-    callbacks = [broadcast(), schedule]
-    model, logs = fit(optimizer, batch_size=4, epochs=3, callbacks=callbacks)
+    given = {"batch_size": 4, "epochs": 3, "callbacks": [broadcast(), schedule]}
+    model, logs = fit(optimizers.Adam(learning_rate=rate), **given)
     return {"weights": model.get_weights(), "rates": logs["lr"]}
 
 
@@ -167,7 +150,7 @@ def schedule_steps():
     ]
     sgd = optimizers.SGD(learning_rate=rate, momentum=0.5)
     given = {"epochs": 7, "callbacks": callbacks, "metrics": ["mae"]}
-    model, logs = fit(hvd.DistributedOptimizer(sgd), **given)
+    model, logs = fit(sgd, **given)
     return {"weights": model.get_weights(), "logs": logs}
 
 
@@ -181,16 +164,8 @@ def warmup_momentum():
     sgd = optimizers.SGD(learning_rate=rate, momentum=0.9)
     callbacks = [broadcast(), hvd.callbacks.MetricAverageCallback(), warmup]
     given = {"batch_size": 4, "epochs": 4, "callbacks": callbacks}
-    model, logs = fit(hvd.DistributedOptimizer(sgd), **given)
+    model, logs = fit(sgd, **given)
     return {"weights": model.get_weights(), "logs": logs}
-
-
-@fit_script
-def tuned():
-    """`gradient_predivide_factor` and `num_groups`, which change rounding only."""
-    adam = optimizers.Adam(learning_rate=0.01 * hvd.size())
-    how = {"gradient_predivide_factor": 2.0, "num_groups": 2}
-    return weights_of(hvd.DistributedOptimizer(adam, **how), layers.Dense(3))
 
 
 @fit_script
@@ -201,15 +176,13 @@ def allreduce_callback():
 
     class Average(callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            mine = slice(hvd.rank(), None, hvd.size())
-            error = np.abs(self.model.predict(x[mine], verbose=0) - y[mine]).mean()
+            error = np.abs(self.model.predict(x[MINE], verbose=0) - y[MINE]).mean()
             both = hvd.allreduce(np.array([error, logs["loss"]]), name="errors")
             means.append(both.numpy())
             logs["mean_error"] = float(both[0])
 
-    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1))
     given = [Average(), hvd.callbacks.MetricAverageCallback()]
-    model, logs = fit(optimizer, epochs=3, callbacks=given)
+    model, logs = fit(optimizers.SGD(0.1), epochs=3, callbacks=given)
     return {"weights": model.get_weights(), "means": means, "logs": logs}
 
 
@@ -219,13 +192,10 @@ def load_model():
     x, y = rows()
 
     def train(model):
-        mine = slice(hvd.rank(), None, hvd.size())
-        given = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-        model.fit(x[mine], y[mine], callbacks=[broadcast()], **given)
+        model.fit(x[MINE], y[MINE], callbacks=[broadcast()], **GIVEN)
 
     adam = optimizers.Adam(learning_rate=0.01 * hvd.size())
-    loss = losses.MeanSquaredError(reduction="sum")
-    model = ready(hvd.DistributedOptimizer(adam), loss=loss)
+    model = ready(adam, loss=losses.MeanSquaredError(reduction="sum"))
     train(model)
     if hvd.rank() == 0:
         model.save("model.keras")
@@ -251,7 +221,7 @@ def plateau():
     if hvd.rank() == 0:
         given.append(callbacks.CSVLogger("log.csv"))
     model, logs = fit(
-        hvd.DistributedOptimizer(optimizers.SGD(learning_rate=0.3 * hvd.size())),
+        optimizers.SGD(learning_rate=0.3 * hvd.size()),
         data=(x, y),
         mine=slice(32),
         metrics=["mae"],
@@ -272,7 +242,7 @@ def ragged():
     x, y = rows(36)
     mine, size = (slice(24), 8) if hvd.rank() == 0 else (slice(24, 36), 4)
     model, logs = fit(
-        hvd.DistributedOptimizer(optimizers.SGD(0.1)),
+        optimizers.SGD(0.1),
         data=(x, y),
         mine=mine,
         batch_size=size,
@@ -287,8 +257,7 @@ def ragged():
 def train_on_batch():
     """A loop over `train_on_batch`."""
     x, y = rows()
-    adagrad = optimizers.Adagrad(0.1 * hvd.size())
-    model = ready(hvd.DistributedOptimizer(adagrad))
+    model = ready(optimizers.Adagrad(0.1 * hvd.size()))
     for batch in range(4):
         first = batch * 8 + hvd.rank() * 4
         model.train_on_batch(x[first : first + 4], y[first : first + 4])
@@ -296,3 +265,5 @@ def train_on_batch():
 
 
 record(**{name: train() for name, train in FITS.items()})
+for name, train in WEIGHTS.items():
+    record(**{name: {"weights": train()[0].get_weights()}})

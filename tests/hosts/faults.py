@@ -4,10 +4,10 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from network import LAUNCH, own_lines, until
+from launch import HOROVODRUN, RUN, until, wait_for_files
+from network import own_lines
 from test_hosts_faults import STUB, all_there, ended, kill_command
 from test_rdzv import meet, outputs
 from test_training import TRAIN, alone, assert_equal, found_of
@@ -23,16 +23,13 @@ def tmp_path_hosts(shared, request):
     return folder
 
 
-HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]
-
-
 @pytest.mark.parametrize("hosts", ["a:1,b:1", "a:2,b:2", "a:1,b:1,c:1"])
 @pytest.mark.parametrize("launcher", ["keras-dist run", "horovodrun"])
 def test_both_launchers_train_as_one_process(net, shared, alone, launcher, hosts):
     """On two hosts with one and two ranks, and on three."""
     counts = [int(each.split(":")[1]) for each in hosts.split(",")]
     ranks, path = sum(counts), shared / "launched.npy"
-    words = [*LAUNCH, "-H", hosts, TRAIN, path]
+    words = [*RUN, "-H", hosts, TRAIN, path]
     if launcher == "horovodrun":
         words = [*HOROVODRUN, "--disable-cache", "-np", ranks, "-H", hosts]
         words += [sys.executable, TRAIN, path]
@@ -60,13 +57,15 @@ def test_hosts_that_meet_start_again_where_a_rank_is_killed(net, shared, alone, 
 @pytest.fixture(scope="module")
 def undisturbed(running, shared):
     """What both ranks of a training without faults print."""
-    done = running.run("a", [*LAUNCH, "-H", "a:1,b:1", TRAIN, shared / "w.npy"])
+    done = running.run("a", [*RUN, "-H", "a:1,b:1", TRAIN, shared / "w.npy"])
     assert done.returncode == 0, done.stderr
-    return sorted(
-        line.removeprefix("[1] ")
-        for line in done.stdout.splitlines()
-        if "found" in line
-    )
+    return lines_found(done.stdout)
+
+
+def lines_found(stdout):
+    """What both ranks of a training print about their weights."""
+    lines = stdout.replace("[1] ", "").splitlines()
+    return sorted(line for line in lines if "found" in line)
 
 
 class Training:
@@ -74,26 +73,17 @@ class Training:
 
     def __init__(self, net, folder, *options, pause):
         self.net, self.folder, self.options = net, folder, options
-        self.env = {"RESUME": str(folder / "resume")}
         folder.mkdir()
-        paced = {"STEPS": str(folder / "steps"), "PAUSE": str(pause)}
-        self.process = self.start(**paced)
-        until(lambda: self.has_come_to(5), "step 5", 120)
+        steps = folder / "steps"
+        self.process = self.start(STEPS=str(steps), PAUSE=str(pause))
+        wait_for_files(steps / "0.5", steps / "1.5", seconds=120)
 
     def start(self, **variables):
         """Start the command, the same each time."""
-        words = [*LAUNCH, *self.options, "-H", "a:1,b:1", TRAIN, self.folder / "w.npy"]
-        return self.net.start("a", words, env={**self.env, **variables})
-
-    def has_come_to(self, step):
-        """Whether both ranks have finished a step."""
-        files = [self.folder / "steps" / f"{rank}.{step}" for rank in (0, 1)]
-        return all(file.exists() for file in files)
-
-    def rank(self, name):
-        """The process of a host's rank."""
-        (found,) = self.net.processes(name, "monitor/", TRAIN)
-        return found
+        words = [*RUN, *self.options, "-H", "a:1,b:1", TRAIN, self.folder / "w.npy"]
+        return self.net.start(
+            "a", words, RESUME=str(self.folder / "resume"), **variables
+        )
 
     def end(self, seconds=120):
         """Wait for the end: exit code, output, and the launcher's last lines."""
@@ -105,9 +95,7 @@ class Training:
         self.process = self.start()
         code, stdout, lines = self.end()
         assert code == 0, lines
-        return sorted(
-            line.removeprefix("[1] ") for line in stdout.splitlines() if "found" in line
-        )
+        return lines_found(stdout)
 
 
 def test_sigterm_to_the_launcher_saves_in_the_middle_of_a_long_step(
@@ -124,7 +112,8 @@ def test_sigterm_to_the_launcher_saves_in_the_middle_of_a_long_step(
 def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, tmp_path_hosts):
     """By the stall limit; its host answers all the time."""
     training = Training(net, tmp_path_hosts / "stop", "--stall-limit", "15", pause=0.5)
-    training.rank("b").send_signal(signal.SIGSTOP)
+    (rank,) = net.processes("b", "monitor/", TRAIN)
+    rank.send_signal(signal.SIGSTOP)
     code, _, lines = training.end()
     assert code == 70, lines
     assert any("Rank 1 is missing" in line for line in lines), lines
@@ -161,7 +150,7 @@ def test_random_faults_end_the_job_with_their_cause(net, shared, seed):
     folder = shared / f"random.{seed}"
     words = [STUB, folder, "wait"]
     if way == "ssh":
-        jobs = {"d": net.start("d", [*LAUNCH, "-H", "a:1,b:1,c:1", *words])}
+        jobs = {"d": net.start("d", [*RUN, "-H", "a:1,b:1,c:1", *words])}
     else:
         jobs = dict(zip("abc", meet(net, "abc", *words), strict=True))
     all_there(folder, ranks=3)

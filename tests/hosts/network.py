@@ -18,20 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-
-ROOT = Path(__file__).parents[2]
-_PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
-
-LAUNCH = [sys.executable, "-m", "keras_dist", "run"]
+from launch import PYTHONPATH, ROOT, finish, launch, start, until
 
 _PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "taskset", "ssh", "ssh-keygen")
 _SSHD = "/usr/sbin/sshd"
-_SECONDS = 10.0
 
 _SSHD_CONFIG = """\
 HostKey {state}/host
@@ -91,7 +85,7 @@ def missing() -> str:
         return f"{', '.join(absent)} missing: apt-get install openssh-server iproute2"
     unshare = ["unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--fork"]
     words = [*unshare, "sh", "-c", _TRY]
-    tried = subprocess.run(words, capture_output=True, text=True, check=False)
+    tried = launch(words)
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -141,8 +135,8 @@ class Network:
         self._switch = subprocess.Popen(words, stdout=subprocess.PIPE)
         self._switch.stdout.readline()
         for net in (0, 1):
-            self._on_switch("ip", "link", "add", f"switch{net}", "type", "bridge")
-            self._on_switch("ip", "link", "set", f"switch{net}", "up")
+            self._on_switch(f"ip link add switch{net} type bridge")
+            self._on_switch(f"ip link set switch{net} up")
         for name in self.names:
             self._make(name)
             self.power_on(name)
@@ -167,37 +161,20 @@ class Network:
         return f"10.{77 + network}.0.{_number(name)}"
 
     def run(
-        self,
-        name: str,
-        words: Sequence[object],
-        *,
-        timeout: float = 120,
-        env: dict[str, str] | None = None,
+        self, name: str, words: Sequence[object], *, timeout: float = 120, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host to its end; where it takes longer, an error."""
-        process = self.start(name, words, env=env)
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            stdout, stderr = process.communicate()
-            raise TimeoutError(
-                f"{words} did not end in {timeout} s.\n{stdout}\n{stderr}"
-            ) from None
-        return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
+        return finish(self.start(name, words, **env), timeout)
 
     def start(
-        self, name: str, words: Sequence[object], *, env: dict[str, str] | None = None
+        self, name: str, words: Sequence[object], **env: str
     ) -> "subprocess.Popen[str]":
         """Start a command on a host; it ends with the host, and with this process."""
-        process = subprocess.Popen(
-            [*self._enter(name), "setpriv", "--pdeathsig", "KILL", *map(str, words)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": _PYTHONPATH, **(env or {})},
+        process = start(
+            [*self._enter(name), "setpriv", "--pdeathsig", "KILL", *words],
+            env={"PYTHONPATH": PYTHONPATH, **env},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            start_new_session=True,
         )
         self._started.append(process)
         return process
@@ -232,7 +209,7 @@ class Network:
         """Plug a host's cable in, or out."""
         self._changed.add(name)
         state = "up" if is_up else "down"
-        self._on_switch("ip", "link", "set", f"to-{name}{network}", state)
+        self._on_switch(f"ip link set to-{name}{network} {state}")
 
     def add_bridge(self, name: str, card: str, address: str) -> None:
         """A bridge of a host's own, as a container engine makes it."""
@@ -247,7 +224,7 @@ class Network:
     def power_off(self, name: str) -> None:
         """A power cut: nobody hears of it, so the cables come first."""
         for network in (0, 1):
-            self._on_switch("ip", "link", "del", f"to-{name}{network}")
+            self._on_switch(f"ip link del to-{name}{network}")
         pid = self._first.pop(name)
         os.kill(pid, signal.SIGKILL)
         until(lambda: not psutil.pid_exists(pid), f"the end of {name}")
@@ -255,9 +232,8 @@ class Network:
     def power_on(self, name: str) -> None:
         """Start a host, and wait until its sshd answers."""
         own, number = self._state / name, _number(name)
-        core = sorted(os.sched_getaffinity(0))[
-            (number - 1) % len(os.sched_getaffinity(0))
-        ]
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[(number - 1) % len(cores)]
         for folder in own.glob("[0-9]*"):
             folder.rmdir()
         with open(own / "log", "ab") as log:
@@ -280,22 +256,15 @@ class Network:
             # The same after a power cut, so that the others find it at once.
             mac = f"02:00:00:00:{network:02x}:{number:02x}"
             link = f"ip link add {port} type veth peer name {card} address {mac}"
-            self._on_switch(*link.split(), "netns", str(pid))
-            to = f"ip link set {port} master switch{network} up"
-            self._on_switch(*to.split())
+            self._on_switch(f"{link} netns {pid}")
+            self._on_switch(f"ip link set {port} master switch{network} up")
             address = f"{self.address(name, network)}/24"
             self._in_net(name, f"ip addr add {address} dev {card}")
         self._in_net(name, f"ip addr add fd77::{number}/64 dev eth0 nodad")
         for card in ("lo", "eth0", "eth1"):
             self._in_net(name, f"ip link set {card} up")
-        knock = ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/22"]
-        enter = ["nsenter", "-t", str(pid), "-n"]
-        until(
-            lambda: (
-                not subprocess.run([*enter, *knock], capture_output=True).returncode
-            ),
-            f"sshd of {name}: {(own / 'log').read_text()}",
-        )
+        knock = f"nsenter -t {pid} -n bash -c 'exec 3<>/dev/tcp/127.0.0.1/22' 2>&-"
+        until(lambda: not os.system(knock), f"sshd: {(own / 'log').read_text()}")
 
     def write_hosts(self, name: str, text: str | None = None) -> None:
         """Write a host's /etc/hosts; by default all hosts on the first network."""
@@ -359,30 +328,18 @@ class Network:
         return [*enter, "taskset", "-c", ",".join(map(str, cores))]
 
     def _in_net(self, name: str, words: str, *, check: bool = True) -> None:
-        enter = ["nsenter", "-t", str(self._first[name]), "-n"]
-        _call([*enter, *words.split()], check=check)
+        _run_in_net(self._first[name], words, check=check)
 
-    def _on_switch(self, *words: str) -> None:
-        _call(["nsenter", "-t", str(self._switch.pid), "-n", *words])
+    def _on_switch(self, words: str) -> None:
+        _run_in_net(self._switch.pid, words)
 
 
 def _number(name: str) -> int:
     return ord(name) - ord("a") + 1
 
 
-def _call(words: Sequence[str], *, check: bool = True) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
-
-
-def until(condition, what: str, seconds: float = _SECONDS) -> None:
-    """Wait until a condition is true; a `TimeoutError` after so many seconds."""
-    begin = time.monotonic()
-    while not condition():
-        if time.monotonic() - begin > seconds:
-            raise TimeoutError(f"waited for {what}")
-        time.sleep(0.02)
+def _run_in_net(pid: int, words: str, *, check: bool = True) -> None:
+    launch(["nsenter", "-t", pid, "-n", *words.split()], check=check)
 
 
 def own_lines(stderr: str) -> list[str]:

@@ -4,10 +4,9 @@ import json
 import sys
 
 import pytest
-from network import ROOT
+from launch import ROOT
 
 CHECK = [sys.executable, "-m", "keras_dist", "check"]
-ON_BOTH = ["-H", "a:1,b:1"]
 
 # Each host has a /tmp of its own.
 _OTHER_TENSORFLOW = """
@@ -17,12 +16,12 @@ printf 'Metadata-Version: 2.1\\nName: tensorflow\\nVersion: 2.20.0\\n' \\
 """
 
 
-def run_check(net, shared, *, env=None):
+def run_check(net, shared, **env):
     """Results by name, and what was printed."""
     path = shared / "results.json"
     path.unlink(missing_ok=True)
-    words = [*CHECK, *ON_BOTH, "--json", path]
-    done = net.run("a", words, timeout=600, env=env)
+    words = [*CHECK, "-H", "a:1,b:1", "--json", path]
+    done = net.run("a", words, timeout=600, **env)
     assert path.exists(), done.stdout + done.stderr
     content = json.loads(path.read_text())
     assert content["passed"] == (done.returncode == 0)
@@ -55,8 +54,7 @@ def test_everything_passes_on_two_hosts(net, shared):
 def test_another_tensorflow_on_one_host_fails_its_line(net, shared):
     """With the version and the host."""
     on_host(net, "b", _OTHER_TENSORFLOW)
-    env = {"PYTHONPATH": f"/tmp/planted:{ROOT}"}
-    results, done = run_check(net, shared, env=env)
+    results, done = run_check(net, shared, PYTHONPATH=f"/tmp/planted:{ROOT}")
     on_host(net, "b", "rm -r /tmp/planted")
     assert failed(results) == ["alike"], done.stdout
     assert "TensorFlow 2.20.0" in results["alike"]["seen"]

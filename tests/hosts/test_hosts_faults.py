@@ -5,7 +5,8 @@ import time
 from functools import partial
 
 import pytest
-from network import LAUNCH, own_lines, until
+from launch import RUN, until, wait_for_files
+from network import own_lines
 
 STUB = "tests/hosts/stub.py"
 
@@ -13,14 +14,13 @@ STUB = "tests/hosts/stub.py"
 def start(net, shared, name, case, *options, hosts="a:1,b:1", rank=()):
     """Start ranks that wait, and return the launcher and their folder."""
     folder = shared / name
-    words = [*LAUNCH, *options, "-H", hosts, STUB, folder, case, *rank]
+    words = [*RUN, *options, "-H", hosts, STUB, folder, case, *rank]
     return net.start(hosts[0], words), folder
 
 
-def all_there(folder, ranks=2, *, start=0, seconds=60.0):
+def all_there(folder, ranks=2):
     """Wait until all ranks are there."""
-    files = [folder / f"there.{start}.{rank}" for rank in range(ranks)]
-    until(lambda: all(file.exists() for file in files), "the ranks", seconds)
+    wait_for_files(*(folder / f"there.0.{rank}" for rank in range(ranks)))
 
 
 def ended(process, seconds=60):
@@ -61,8 +61,8 @@ def test_a_hosts_file_may_name_users_whose_home_is_their_own(net, shared):
     """As `horovodrun` has them; what belongs to a user is not handed over."""
     file, folder = shared / "hostfile", shared / "home"
     file.write_text("# two hosts\na slots=1\n\nroot@b slots=1  # by another name\n")
-    words = [*LAUNCH, "--hostfile", file, STUB, folder, "wait"]
-    process = net.start("a", words, env={"HOME": "/somewhere", "MINE": "handed over"})
+    words = [*RUN, "--hostfile", file, STUB, folder, "wait"]
+    process = net.start("a", words, HOME="/somewhere", MINE="handed over")
     all_there(folder)
     assert (folder / "there.0.0").read_text() == "/somewhere"
     assert (folder / "there.0.1").read_text() == "/root"
@@ -95,9 +95,8 @@ def test_nothing_is_left_where_a_command_or_the_launcher_is_killed(net, shared, 
         ]
     else:
         net.signal_command(process, signal.SIGKILL)
-    until(lambda: not net.processes("a", STUB), "the end of the ranks of a", 10)
-    until(lambda: not net.processes("b", STUB), "the end of the ranks of b", 10)
     for name in "ab":
+        until(lambda name=name: not net.processes(name, STUB), f"the end of {name}")
         look = partial(net.run, name, ["ls", "/tmp"])
         until(lambda look=look: "keras_dist." not in look().stdout, "an empty /tmp")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from network import ROOT, until
+from launch import ROOT, until
 
 FOLDER = ROOT / "examples" / "kubernetes"
 HOME = "/home/ranks"  # in the image
@@ -78,7 +78,7 @@ def started(net, name, index, folder, secret="0123456789abcdef" * 4):
     of = container(documents("job.yaml")["Job"]["spec"]["template"])
     env = variables(of, {"digits": {"secret": secret}})
     env["JOB_COMPLETION_INDEX"] = str(index)  # by the controller of jobs
-    return net.start(name, words(of, env, folder), env=env)
+    return net.start(name, words(of, env, folder), **env)
 
 
 _NUMBERS = """
@@ -171,7 +171,7 @@ def test_the_pods_of_the_mpi_operator_train_as_one(net, names, key):
         for worker in workers:
             knock = ["bash", "-c", f"exec 3<>/dev/tcp/{worker}/{port}"]
             until(lambda k=knock: not net.run("a", k).returncode, "sshd")
-        done = net.run("a", command, env=env, timeout=180)
+        done = net.run("a", command, timeout=180, **env)
     for name in "bc":
         for process in net.processes(name, str(key / "sshd_config")):  # not the host's
             process.send_signal(signal.SIGKILL)

@@ -26,7 +26,7 @@ def test_a_name_that_only_the_first_node_knows_is_looked_up_by_slurm(net, shared
     tasks = []
     for number, name in enumerate("ab"):
         own = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number)}
-        tasks.append(net.start(name, [sys.executable, "-c", CODE], env=step | own))
+        tasks.append(net.start(name, [sys.executable, "-c", CODE], **step, **own))
     for task in tasks:
         stdout, stderr = task.communicate(timeout=120)
         assert task.returncode == 0, stderr

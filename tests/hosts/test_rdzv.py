@@ -2,7 +2,7 @@
 
 import signal
 
-from network import LAUNCH
+from launch import RUN
 from test_hosts_faults import STUB, all_there, ended
 
 SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
@@ -10,10 +10,10 @@ SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
 
 def meet(net, hosts, *words, options=(), **variables):
     """Start the same command on each of these hosts, which meet on the first one."""
-    common = [*LAUNCH, "--nnodes", len(hosts), "--rdzv", f"{hosts[0]}:29400", *options]
+    common = [*RUN, "--nnodes", len(hosts), "--rdzv", f"{hosts[0]}:29400", *options]
     env = {**SECRET, **variables}
     return [
-        net.start(host, [*common, "--node-rank", number, *words], env=env)
+        net.start(host, [*common, "--node-rank", number, *words], **env)
         for number, host in enumerate(hosts)
     ]
 
@@ -27,11 +27,11 @@ def outputs(processes):
 
 def test_all_hosts_end_and_say_why(net, shared):
     """Three jobs at once: one with a stranger, an exit code, and SIGTERM."""
-    words = [*LAUNCH, "--nnodes", 3, "--rdzv", "a:29400", "--node-rank"]
+    words = [*RUN, "--nnodes", 3, "--rdzv", "a:29400", "--node-rank"]
     common = STUB, shared, "-"
-    waiting = net.start("a", [*words, 0, *common], env=SECRET)
-    others = {"KERAS_DIST_SECRET": "a secret of others"}
-    stranger = net.start("c", [*words, 1, *common], env=others)
+    waiting = net.start("a", [*words, 0, *common], **SECRET)
+    words = [*words, 1, *common]
+    stranger = net.start("c", words, KERAS_DIST_SECRET="a secret of others")
     failing = meet(net, "de", STUB, shared / "rdzv.code", "exit", 1)
     saving = meet(net, "fg", STUB, shared / "rdzv.save", "save")
     all_there(shared / "rdzv.save")
@@ -55,5 +55,4 @@ def test_all_hosts_end_and_say_why(net, shared):
             "keras-dist: ended by SIGTERM on g; the ranks have saved, and the same "
             "command continues from there."
         ]
-    assert (shared / "rdzv.save" / "saved.0").exists()
-    assert (shared / "rdzv.save" / "saved.1").exists()
+    assert all((shared / "rdzv.save" / f"saved.{rank}").exists() for rank in (0, 1))

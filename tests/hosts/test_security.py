@@ -5,23 +5,24 @@ import socket
 import sys
 from pathlib import Path
 
-from network import LAUNCH, until
+import pytest
+from launch import RUN, wait_for_files, write_script
 from test_rdzv import meet, outputs
 
 SSH, CLOSED = 22, 9
 
-# Each rank connects, and waits for the file `end`.
-_CONNECTS = """
-import sys, time
+# Each rank waits for the file `end`; with a second argument it connects before.
+_WAITS = """
+import os, sys, time
 from pathlib import Path
-import keras_dist
-folder = Path(sys.argv[1])
-rank = keras_dist.rank()
-keras_dist.gather(rank)
+folder, rank = Path(sys.argv[1]), os.environ["HOROVOD_RANK"]
+if sys.argv[2:]:
+    import keras_dist
+    keras_dist.gather(rank)
 (folder / f"there.{rank}").touch()
 while not (folder / "end").exists():
     time.sleep(0.05)
-print("sum", keras_dist.sum(1), flush=True)
+print("sum", keras_dist.sum(1) if sys.argv[2:] else "of none", flush=True)
 """
 
 # Tries all ports that it is given: noise, HTTP without a secret, and HTTP with another
@@ -95,27 +96,18 @@ def tried(net, stranger, host, ports):
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
-# Each rank waits for the file `end`.
-_WAITS = """
-import os, sys, time
-from pathlib import Path
-folder, rank = Path(sys.argv[1]), os.environ["HOROVOD_RANK"]
-(folder / f"there.{rank}").touch()
-while not (folder / "end").exists():
-    time.sleep(0.05)
-print("over", flush=True)
-"""
-
-
-def test_a_stranger_is_refused_by_every_open_port_of_a_job(net, shared):
-    """From a third host: those that its processes have in truth; the job goes on."""
-    folder = shared / "open"
+@pytest.fixture
+def script(shared, request):
+    """A script whose ranks wait, in a folder that all hosts see."""
+    folder = shared / request.node.name
     folder.mkdir()
-    script = folder / "script.py"
-    script.write_text(_WAITS)
-    jobs = meet(net, "ab", script, folder)
-    there = [folder / f"there.{rank}" for rank in (0, 1)]
-    until(lambda: all(file.exists() for file in there), "the ranks", 60)
+    return Path(write_script(folder, _WAITS))
+
+
+def test_a_stranger_is_refused_by_every_open_port_of_a_job(net, script):
+    """From a third host: those that its processes have in truth; the job goes on."""
+    jobs = meet(net, "ab", script, script.parent)
+    wait_for_files(*(script.with_name(f"there.{rank}") for rank in (0, 1)))
     ports = {name: listening(net, name) for name in "ab"}
     # One can be reached: the store.
     assert sum(map(len, ports.values())) == 1, ports
@@ -127,23 +119,16 @@ def test_a_stranger_is_refused_by_every_open_port_of_a_job(net, shared):
                 continue
             assert {s for s in answers["plain"] if s[0].isdecimal()} == {"403"}
             assert "refuses this one" in answers["secret"], answers
-    (folder / "end").touch()
-    assert outputs(jobs)[0].count("over") == 2
+    script.with_name("end").touch()
+    assert outputs(jobs)[0].count("sum of none") == 2
 
 
-def test_nothing_but_the_store_listens_when_the_ranks_have_connected(net, shared):
+def test_nothing_but_the_store_listens_when_the_ranks_have_connected(net, script):
     """Gloo's ports are open before alone; the job goes on."""
-    folder = shared / "connected"
-    folder.mkdir()
-    script = folder / "script.py"
-    script.write_text(_CONNECTS)
-    job = net.start("a", [*LAUNCH, "-H", "a:1,b:1", script, folder])
-    there = [folder / f"there.{rank}" for rank in (0, 1)]
-    until(lambda: all(file.exists() for file in there), "the ranks", 60)
+    job = net.start("a", [*RUN, "-H", "a:1,b:1", script, script.parent, "connects"])
+    wait_for_files(*(script.with_name(f"there.{rank}") for rank in (0, 1)))
     (store,) = listening(net, "a")
     assert listening(net, "b") == {}
     assert "403" in tried(net, "c", "a", [store])[store]["plain"]
-    (folder / "end").touch()
-    stdout, stderr = job.communicate(timeout=60)
-    assert job.returncode == 0, stderr
-    assert stdout.count("sum 2") == 2
+    script.with_name("end").touch()
+    assert outputs([job])[0].count("sum 2") == 2

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from network import LAUNCH
+from launch import RUN
 
 from keras_dist.tools.install import recipe
 
@@ -60,7 +60,7 @@ def test_four_ranks_on_two_hosts_use_the_network_that_is_named(net, shared, alon
     before = [[net.bytes_of(name, n) for n in (0, 1)] for name in "ab"]
     path = shared / "four.npy"
     options = ["--rdzv", f"{net.address('a', 1)}:29400", "-H", "a:1,b:3"]
-    done = net.run("a", [*LAUNCH, *options, TRAIN, path])
+    done = net.run("a", [*RUN, *options, TRAIN, path])
     assert done.returncode == 0, done.stderr
     expected = [(0, 1, "a"), (0, 3, "b"), (1, 3, "b"), (2, 3, "b")]
     assert found_of(done.stdout, 4) == expected

@@ -55,47 +55,37 @@ class Paced(keras.callbacks.Callback):
 def model_and_data():
     """A perceptron of 180,000 weights and rows for it, the same on all ranks."""
     keras.utils.set_random_seed(7)
-    model = keras.Sequential(
-        [
-            keras.Input((16,)),
-            keras.layers.Dense(600, activation="tanh"),
-            keras.layers.Dense(280, activation="tanh"),
-            keras.layers.Dense(1),
-        ]
-    )
+    hidden = (keras.layers.Dense(units, activation="tanh") for units in (600, 280))
+    model = keras.Sequential([keras.Input((16,)), *hidden, keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.005, momentum=0.9), "mse")
     x = np.random.default_rng(0).normal(size=(ROWS, 16)).astype("float32")
     return model, x, x[:, :1] * x[:, 1:2]
 
 
+def flat_weights(model):
+    """All weights of a model, one after the other."""
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
 def main(path, ranks=None):
     """Train, and write or print what came of it."""
     model, x, y = model_and_data()
-    common = {"epochs": EPOCHS, "shuffle": False}
+    common = {"epochs": EPOCHS, "shuffle": False, "verbose": 2}
     if ranks is not None:
-        model.fit(x, y, batch_size=BATCH * int(ranks), verbose=0, **common)
-        np.save(path, np.concatenate([w.ravel() for w in model.get_weights()]))
+        model.fit(x, y, batch_size=BATCH * int(ranks), **common)
+        np.save(path, flat_weights(model))
         return
     world = keras_dist.init()
     is_first_start = "KERAS_DIST_RESTART" not in os.environ
-    is_killed = is_first_start and os.environ.get("KILL") == str(world.rank)
-    resume = os.environ.get("RESUME")
-    callbacks = [Killed()] if is_killed else []
+    common |= {"batch_size": BATCH, "lr_scaling": "none", "callbacks": []}
+    if is_first_start and os.environ.get("KILL") == str(world.rank):
+        common["callbacks"].append(Killed())
     if is_first_start and "STEPS" in os.environ:
-        callbacks.append(Paced(os.environ["STEPS"], world.rank))
-    keras_dist.dist_fit(
-        model,
-        x,
-        y,
-        batch_size=BATCH,
-        lr_scaling="none",
-        verbose=2,
-        callbacks=callbacks,
-        resume=resume,
-        save_steps=2 if resume else None,
-        **common,
-    )
-    weights = np.concatenate([w.ravel() for w in model.get_weights()])
+        common["callbacks"].append(Paced(os.environ["STEPS"], world.rank))
+    if "RESUME" in os.environ:
+        common |= {"resume": os.environ["RESUME"], "save_steps": 2}
+    keras_dist.dist_fit(model, x, y, **common)
+    weights = flat_weights(model)
     if world.is_first:
         np.save(path, weights)
     digest = hashlib.sha256(weights.tobytes()).hexdigest()

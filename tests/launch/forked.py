@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from launch import ROOT, free_port
@@ -71,14 +72,10 @@ def run_ranks(forks, tmp_path):
 
     def run(variables, ranks, size, script, *, port=None, env=()):
         port = port or free_port()
-        outputs = [tmp_path / f"rank.{rank}" for rank in ranks]
         jobs = [
-            {
-                "env": dict(env) | variables(rank, size, port),
-                "output": str(output),
-                "script": script,
-            }
-            for rank, output in zip(ranks, outputs, strict=True)
+            {"env": dict(env) | variables(rank, size, port), "script": script}
+            | {"output": str(tmp_path / f"rank.{rank}")}
+            for rank in ranks
         ]
         print(json.dumps(jobs), file=forks.stdin, flush=True)
         pids = json.loads(forks.stdout.readline())
@@ -86,7 +83,8 @@ def run_ranks(forks, tmp_path):
         end.start()
         codes = [int(forks.stdout.readline()) for _ in pids]
         end.cancel()
-        return [(c, o.read_text()) for c, o in zip(codes, outputs, strict=True)]
+        texts = [Path(job["output"]).read_text() for job in jobs]
+        return list(zip(codes, texts, strict=True))
 
     return run
 

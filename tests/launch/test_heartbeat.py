@@ -1,10 +1,10 @@
 """When a host counts as lost, by its heartbeats and the clock of the one that looks."""
 
 import threading
-import time
 from collections import Counter
 
 import pytest
+from launch import until
 
 from keras_dist.clusters import Place
 from keras_dist.launch.meeting import Interrupted, Meeting
@@ -53,17 +53,12 @@ def meet(*tasks, size=2):
 
     def run(number):
         with meetings[number] as meeting:
-            found[number] = tasks[number](meeting)
+            value = tasks[number](meeting)
+        found[number] = value
 
-    threads = [
-        threading.Thread(target=run, args=[number], daemon=True)
-        for number in range(len(tasks))
-    ]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + 10
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    for number in range(len(tasks)):
+        threading.Thread(target=run, args=[number], daemon=True).start()
+    until(lambda: len(found) == len(tasks), "all tasks")
     return found
 
 
@@ -94,8 +89,7 @@ def test_a_host_that_the_first_one_interrupts_knows_the_signal():
     """Although the first one has left, and its heartbeats with it."""
 
     def stop(meeting):
-        while len(meeting.find("beat")) < 2:  # both have come
-            time.sleep(0.05)
+        until(lambda: len(meeting.find("beat")) > 1, "the other host")
         meeting._stopped = [15]
         return wait(meeting)
 

@@ -51,12 +51,8 @@ def run(ranks, *arguments):
         path = Path(folder) / "rows.json"
         script = ROOT / "tests" / "ranks" / "table.py"
         found = [str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(":")]
-        done = launch(
-            [sys.executable, str(script), str(path), *arguments],
-            ranks=ranks,
-            timeout=3600,
-            env={"PYTHONPATH": ":".join(filter(None, found))},
-        )
+        env = {"PYTHONPATH": ":".join(filter(None, found))}
+        done = launch([script, path, *arguments], ranks=ranks, timeout=3600, env=env)
         if not path.exists():
             sys.exit(done.stdout[-5000:] + done.stderr[-5000:])
         return json.loads(path.read_text())
@@ -71,9 +67,8 @@ def report(ranks, rows):
     """Print the cases that fail, and how many hold."""
     for row in rows:
         if not is_held(row):
-            reason = (
-                row.get("error") or f"{row['difference']:.1e} > {row['tolerance']:.1e}"
-            )
+            gap = "{difference:.1e} > {tolerance:.1e}"
+            reason = row.get("error") or gap.format(**row)
             print(f"{ranks} ranks, {row['part']}: {row['name']}: {reason}")
     held = sum(map(is_held, rows))
     print(f"{ranks} ranks: {held} of {len(rows)} cases hold", flush=True)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import ROOT, launch
+from launch import ROOT, RUN, launch
 
 
 class Mutation(NamedTuple):
@@ -53,12 +53,12 @@ def notice(mutation: Mutation) -> str:
         shutil.copy(ROOT / "pyproject.toml", copy)
         path = copy / "keras_dist" / mutation.file
         path.write_text(path.read_text().replace(mutation.line, mutation.broken))
-        run = [sys.executable, "-m", "keras_dist", "run", "-np", "2", "-m", "pytest"]
+        run = [*RUN, "-np", "2", "-m", "pytest"]
         tests = shlex.split(f"-x -q tests/ranks/{mutation.tests}")
         command = f"cd {copy} && exec {shlex.join([*run, *tests])}"
         env = {"LONG_TESTS": "1", "PYTHONPATH": f"{copy}"}
         try:
-            done = launch(["sh", "-c", command], ranks=None, timeout=240, env=env)
+            done = launch(["sh", "-c", command], timeout=240, env=env)
         except TimeoutError:  # a broken collective may leave the ranks waiting
             return "hung"
         output = done.stdout + done.stderr

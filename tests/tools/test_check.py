@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from launch import PYTHONPATH, launch
+from launch import PYTHONPATH, launch, write_script
 
 from keras_dist.launch.command import add_where
 from keras_dist.tools.check import host
@@ -15,7 +15,7 @@ from keras_dist.tools.check.host import Result
 from keras_dist.tools.check.ranks import check_alike, check_devices
 from keras_dist.tools.install.recipe import Built
 
-CHECK = [sys.executable, "-m", "keras_dist", "check", "-np"]
+CHECK = [sys.executable, "-m", "keras_dist", "check"]
 HOST_CHECKS = ("versions", "Horovod", "GPUs", "system", "network")
 
 # A rank whose gradients are wrong.
@@ -39,13 +39,12 @@ if os.environ.get("HOROVOD_RANK") == "1":
 """
 
 
-def run_check(words, tmp_path, code=""):
-    """Run `check` or `env`, with code planted in each process; results and output."""
+def run_check(ranks, tmp_path, code=""):
+    """Run `check`, with code planted in each process; results and output."""
     path = tmp_path / "results.json"
-    (tmp_path / "sitecustomize.py").write_text(code)
+    write_script(tmp_path, code, "sitecustomize.py")
     env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{PYTHONPATH}"}
-    words = [*words, "--json", str(path)]
-    done = launch(words, ranks=None, timeout=300, env=env)
+    done = launch([*CHECK, "-np", ranks, "--json", path], env=env)
     assert path.exists(), done.stdout + done.stderr[-3000:]
     content = json.loads(path.read_text())
     results = {each["name"]: Result(**each) for each in content["results"]}
@@ -61,7 +60,7 @@ def run_check(words, tmp_path, code=""):
 )
 def test_everything_passes_here(ranks, tmp_path):
     """Sums of each size have a speed, and the training is that of one process."""
-    results, done = run_check([*CHECK, str(ranks)], tmp_path)
+    results, done = run_check(ranks, tmp_path)
     assert done.returncode == 0, done.stdout
     assert tuple(results) == (*HOST_CHECKS, *RANK_CHECKS)
     assert results["training"].status == "ok"
@@ -72,7 +71,7 @@ def test_everything_passes_here(ranks, tmp_path):
 @pytest.mark.long
 def test_a_wrong_gradient_fails_the_training(tmp_path):
     """All ranks agree on what plain Keras would not train."""
-    results, done = run_check([*CHECK, "2"], tmp_path, WRONG_GRADIENT)
+    results, done = run_check(2, tmp_path, WRONG_GRADIENT)
     failed = [name for name, each in results.items() if each.status == "failed"]
     assert failed == ["training"] and done.returncode == 1, done.stdout
     assert "from plain Keras" in results["training"].seen
@@ -81,7 +80,7 @@ def test_a_wrong_gradient_fails_the_training(tmp_path):
 @pytest.mark.long
 def test_a_rank_that_dies_fails_the_check_that_was_running(tmp_path):
     """And the launcher's report is shown."""
-    results, done = run_check([*CHECK, "2"], tmp_path, DIES)
+    results, done = run_check(2, tmp_path, DIES)
     assert results["sums"].status == "ok", done.stdout
     assert results["training"].status == "failed"
     assert "ended with exit code" in results["training"].seen
@@ -153,13 +152,8 @@ def test_a_horovod_that_cannot_be_imported_or_is_not_ours_says_what_to_do():
 
 def rank(**changed):
     """What a rank with a GPU says of itself."""
-    return {
-        "host": "a",
-        "has_gpu": True,
-        "device": "GPU 0 H100",
-        "num_gpus": 2,
-        "cores": [0],
-    } | changed
+    gpu = {"has_gpu": True, "device": "GPU 0 H100", "num_gpus": 2}
+    return {"host": "a", "cores": [0]} | gpu | changed
 
 
 CPU = {"has_gpu": False, "device": "CPU", "num_gpus": 0}

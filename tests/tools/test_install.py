@@ -5,39 +5,23 @@ import itertools
 import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import psutil
 import pytest
+from launch import ROOT, launch
 
 from keras_dist import __main__ as command
 from keras_dist import version
-from keras_dist.tools.install import (
-    InstallError,
-    build,
-    facts,
-    recipe,
-    steps,
-)
+from keras_dist.tools.install import InstallError, build, facts, recipe, steps
 
 NCCL = facts.Nccl(Path("/opt/n c/include"), Path("/opt/n c/lib/libnccl.so.2"))
-COMPLETE = facts.Facts(
-    tensorflow="2.20.0",
-    has_open_mpi=True,
-    cuda_home=Path("/usr/local/cuda"),
-    nccl=NCCL,
-    cores=3,
-)
-BARE = facts.Facts(
-    tensorflow=None,
-    distribution="tensorflow-cpu",
-    has_pip=False,
-    has_compiler=False,
-    has_make=False,
-)
+CUDA = Path("/usr/local/cuda")
+COMPLETE = facts.Facts("2.20.0", has_open_mpi=True, cuda_home=CUDA, nccl=NCCL, cores=3)
+LACKS = dict.fromkeys(("has_pip", "has_compiler", "has_make"), False)
+BARE = facts.Facts(None, distribution="tensorflow-cpu", **LACKS)
 CHOICES = [facts.Choice(*pair) for pair in itertools.product((False, True), repeat=2)]
 
 
@@ -235,25 +219,27 @@ BUILT = recipe.Built(
 )
 
 
-def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts():
+@pytest.mark.parametrize(
+    ("changed", "mpi", "nccl", "is_enough"),
+    [
+        ({}, None, None, True),
+        ({}, False, False, True),
+        ({}, True, None, False),
+        ({}, None, True, False),
+        ({"mpi": True, "nccl": True}, True, False, True),
+        ({"is_patched": False}, None, None, False),
+        *(({f: "2.20.0"}, None, None, False) for f in ("tensorflow", "built_for")),
+        *(({f: "2.21.1"}, None, None, True) for f in ("tensorflow", "built_for")),
+        ({"horovod": "2.20.0"}, None, None, False),
+        ({"built_for": None}, None, None, False),
+    ],
+)
+def test_a_horovod_is_enough_if_it_fits_tensorflow_and_has_the_requested_parts(
+    changed, mpi, nccl, is_enough
+):
     """Additional parts are fine; another TensorFlow or Horovod is not."""
-    assert recipe.is_enough(BUILT, mpi=None, nccl=None)
-    assert recipe.is_enough(BUILT, mpi=False, nccl=False)
-    assert not recipe.is_enough(BUILT, mpi=True, nccl=None)
-    assert not recipe.is_enough(BUILT, mpi=None, nccl=True)
-    more = dataclasses.replace(BUILT, mpi=True, nccl=True)
-    assert recipe.is_enough(more, mpi=True, nccl=False)
-    without = dataclasses.replace(BUILT, is_patched=False)
-    assert not recipe.is_enough(without, mpi=None, nccl=None)
-    for field in ("tensorflow", "built_for", "horovod"):
-        other = dataclasses.replace(BUILT, **{field: "2.20.0"})
-        assert not recipe.is_enough(other, mpi=None, nccl=None)
-    for field in ("tensorflow", "built_for"):
-        other = dataclasses.replace(BUILT, **{field: "2.21.1"})
-        assert recipe.is_enough(other, mpi=None, nccl=None)
-    assert not recipe.is_enough(
-        dataclasses.replace(BUILT, built_for=None), mpi=None, nccl=None
-    )
+    built = dataclasses.replace(BUILT, **changed)
+    assert recipe.is_enough(built, mpi=mpi, nccl=nccl) == is_enough
 
 
 PATCHES = {path.stem: path.read_text() for path in build.patch_files()}
@@ -292,19 +278,13 @@ def test_each_patch_is_one_that_other_programs_take_too(tmp_path):
 def test_without_tensorflow_the_command_says_which_package_to_install(tmp_path):
     """And the package can be imported: only its use is an error."""
     (tmp_path / "psutil").symlink_to(Path(psutil.__file__).parent)
-    path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
-    env = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     python = [sys.executable, "-S"]  # without the other packages of the environment
-
-    def run(*arguments):
-        return subprocess.run(
-            [*python, *arguments], env=env, capture_output=True, text=True, check=False
-        )
-
-    done = run("-m", "keras_dist", "install-horovod")
+    done = launch([*python, "-m", "keras_dist", "install-horovod"], env=env)
     assert done.returncode == 1
     assert "pip install 'tensorflow>=2.18,<2.22'" in done.stderr
-    done = run("-c", "import keras_dist; keras_dist.dist_fit")
+    words = [*python, "-c", "import keras_dist; keras_dist.dist_fit"]
+    done = launch(words, env=env)
     assert "without tensorflow and keras. Run: pip install" in done.stderr
 
 

@@ -7,6 +7,7 @@ import sysconfig
 import zipfile
 
 import pytest
+from test_install import BUILT
 
 from keras_dist.tools.install import InstallError, build, facts, recipe
 from keras_dist.tools.install.steps import PIP
@@ -15,9 +16,6 @@ FACTS = facts.Facts(tensorflow="2.21.0", python=sys.version_info[:2])
 BARE = dataclasses.replace(FACTS, has_compiler=False, has_make=False)
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-BUILT = recipe.Built(
-    "0.28.1", "2.21.0", "2.21.0", mpi=False, nccl=False, is_patched=True
-)
 
 
 def make_wheel(
