@@ -61,8 +61,11 @@ class WithoutLength:
         return iter(self.batches)
 
 
+slices = tf.data.Dataset.from_tensor_slices
+
+
 def rows_of(x, y):
-    return tf.data.Dataset.from_tensor_slices((x, y))
+    return slices((x, y))
 
 
 def kept(*_):
@@ -73,16 +76,6 @@ def kept(*_):
 def unchanged(x, y):
     """For `map`."""
     return x, y
-
-
-def zipped_rows(x, y, size):
-    slices = tf.data.Dataset.from_tensor_slices
-    return tf.data.Dataset.zip((slices(x), slices(y))).batch(size)
-
-
-def zipped_batches(x, y, size):
-    slices = tf.data.Dataset.from_tensor_slices
-    return tf.data.Dataset.zip((slices(x).batch(size), slices(y).batch(size)))
 
 
 def concatenated(x, y, size):
@@ -164,8 +157,12 @@ DATASETS = {
     "skipped and taken": lambda x, y, size: (
         rows_of(x, y).skip(1).take(len(y) // 2 + 1).batch(size)
     ),
-    "zipped rows": zipped_rows,
-    "zipped batches": zipped_batches,
+    "zipped rows": lambda x, y, size: tf.data.Dataset.zip((slices(x), slices(y))).batch(
+        size
+    ),
+    "zipped batches": lambda x, y, size: tf.data.Dataset.zip(
+        (slices(x).batch(size), slices(y).batch(size))
+    ),
     "concatenated": concatenated,
     "windows of a time series": windows,
     "windows, shuffled": lambda x, y, size: windows(x, y, size, shuffle=True, seed=2),
@@ -200,14 +197,6 @@ ITERABLES = {"loader": Loader, "iterable": WithoutLength, "generator": generated
 BATCHES = DATASETS | UNKNOWN | SEQUENCES | ITERABLES
 
 
-def in_memory(x, y, _):
-    return x, y
-
-
-def as_tensors(x, y, _):
-    return tf.constant(x), tf.constant(y)
-
-
 def on_disk(x, y, _):
     """A memory-mapped file and an array."""
     with tempfile.NamedTemporaryFile() as file:
@@ -216,5 +205,9 @@ def on_disk(x, y, _):
     return mapped, y
 
 
-ARRAYS = {"arrays": in_memory, "tensors": as_tensors, "arrays on disk": on_disk}
+ARRAYS = {
+    "arrays": lambda x, y, _: (x, y),
+    "tensors": lambda x, y, _: (tf.constant(x), tf.constant(y)),
+    "arrays on disk": on_disk,
+}
 KINDS = ARRAYS | BATCHES

@@ -1,11 +1,9 @@
 """The promise, literally: a script of plain Keras whose `fit` alone is replaced."""
 
-import sys
-
 import keras
 import numpy as np
 import pytest
-from launch import PYTHONPATH, launch
+from launch import PYTHONPATH, launch, write_script
 
 SCRIPT = """
 import os
@@ -83,15 +81,8 @@ def trained(folder, ranks):
     for before, after in CHANGES if ranks else ():
         assert before in text
         text = text.replace(before, after)
-    script = folder / "script.py"
-    script.write_text(text)
-    done = launch(
-        [sys.executable, str(script), str(folder)],
-        ranks=ranks,
-        timeout=300,
-        env={"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    env = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    launch([write_script(folder, text), folder], ranks=ranks, env=env, check=True)
     results = []
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as arrays:

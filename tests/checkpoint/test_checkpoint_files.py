@@ -7,25 +7,20 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launch import launch, start
 
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.files import to_json
 
-_LOAD = """
+_KILLED = """
 import os, random, signal, sys, time
 import numpy as np
 from keras_dist.checkpoint import files
-"""
-
-_KILLED = (
-    _LOAD
-    + """
 folder = files.Folder(sys.argv[1])
 os.mkdir(folder.path)
 begin = time.monotonic()
@@ -62,17 +57,12 @@ assert len(os.listdir(folder.path)) == folder.keep, os.listdir(folder.path)
 assert last > 10 and while_writing > 5, (last, while_writing)
 print("killed", killed, "times,", while_writing, "of them in a file;", last, "written")
 """
-)
 
 
 def test_a_process_that_is_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path):
     """Fifty times or more, at random moments; what was there before is never lost."""
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path / "folder")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", _KILLED, tmp_path / "folder"]
+    done = launch(command, timeout=120)
     assert re.match(r"killed \d+ times", done.stdout), done.stderr
 
 
@@ -207,12 +197,8 @@ def test_one_training_at_a_time_has_a_folder(folder):
     """Until it ends, however it does; a process that it has forked does not have it."""
     lock = Path(folder.path) / ".checkpoint.lock"
     lock.write_text("rubbish")  # of a host that has crashed
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLDS, folder.path],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as holder:
+    command = [sys.executable, "-c", _HOLDS, folder.path]
+    with start(command, start_new_session=True) as holder:
         try:
             assert holder.stdout.readline() == "held\n"
             named = f"process {holder.pid} on host {os.uname().nodename}, since 2"

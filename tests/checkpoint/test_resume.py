@@ -6,31 +6,28 @@ KILLS=20 in the environment kills so many times instead of a few.
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from launch import ROOT, launch
+from launch import PYTHONPATH, ROOT, launch, start, write_script
 
-import keras_dist
 from keras_dist.checkpoint import EXIT_CODE
 
 NUM_ROWS = 101
 KILLS = int(os.environ.get("KILLS", "0"))
 
 # Functions of `resumable.py`, each of another kind of pipeline.
-PIPELINES = ["as_shuffled", "as_shuffled_and_divided", "Batches"]
+PIPELINES = ["as_shuffled", "as_divided", "as_sequence"]
 
 
 def run(folder, number, ranks, end, *, is_equivalent=False, **options):
     """One launch, which trains until `end` (kind, updates) or to the end of it."""
     given = {"folder": str(folder), "launch": number, "end": end}
     given |= {"is_equivalent": is_equivalent, "options": options}
-    script = ROOT / "tests" / "ranks" / "resumed.py"
-    command = [sys.executable, str(script), json.dumps(given)]
-    done = launch(command, ranks=ranks, timeout=600)
+    command = [ROOT / "tests" / "ranks" / "resumed.py", json.dumps(given)]
+    env = {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{ROOT / 'tests'}"}
+    done = launch(command, ranks=ranks, timeout=600, env=env)
     assert (done.returncode == 0) == (end is None), done.stdout + done.stderr
     if end and end[0] == "SIGTERM":
         lines = [line for line in done.stdout.splitlines() if "exits with" in line]
@@ -178,12 +175,11 @@ print("trained", flush=True)
 
 def test_a_second_job_with_the_same_folder_ends_at_once(tmp_path):
     """All of its ranks name the first one; when that was killed, it trains."""
-    script, folder = tmp_path / "script.py", tmp_path / "folder"
-    script.write_text(_TRAINS)
-    command = [sys.executable, str(script), str(folder)]
-    with subprocess.Popen([*command, "waits"], stdout=subprocess.PIPE) as first:
+    folder = tmp_path / "folder"
+    command = [write_script(tmp_path, _TRAINS), folder]
+    with start([*command, "waits"], stderr=None) as first:
         try:
-            assert first.stdout.readline() == b"trains\n"
+            assert first.stdout.readline() == "trains\n"
             done = launch(command, ranks=2, timeout=120)
             assert done.returncode == 1
             for rank in range(2):
@@ -194,8 +190,7 @@ def test_a_second_job_with_the_same_folder_ends_at_once(tmp_path):
             assert "trains" not in done.stdout
         finally:
             first.kill()
-    done = launch(command, ranks=None, timeout=120)
-    assert done.returncode == 0 and "trained" in done.stdout, done.stderr
+    assert "trained" in launch(command, timeout=120, check=True).stdout
     left = [name for name in os.listdir(folder) if not name.startswith("checkpoint-")]
     assert left == [".checkpoint.lock"]
 
@@ -203,4 +198,3 @@ def test_a_second_job_with_the_same_folder_ends_at_once(tmp_path):
 def test_the_exit_code_is_documented():
     """In the README, as a number."""
     assert f"exit code {EXIT_CODE}" in (ROOT / "README.md").read_text()
-    assert keras_dist.checkpoint.EXIT_CODE == EXIT_CODE

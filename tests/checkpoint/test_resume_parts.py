@@ -4,7 +4,6 @@ import time
 
 import keras
 import numpy as np
-import pytest
 
 import keras_dist
 from keras_dist import optimizer
@@ -51,16 +50,11 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     assert type(same) is keras.optimizers.SGD
 
 
-@pytest.fixture
-def written(tmp_path):
-    """Returns what a checkpoint with a value has."""
-
-    def write_and_read(value):
-        folder = files.Folder(str(tmp_path))
-        folder.write(value)
-        return folder.newest()[0]
-
-    return write_and_read
+def write_and_read(path, value):
+    """What a checkpoint with a value has."""
+    folder = files.Folder(str(path))
+    folder.write(value)
+    return folder.newest()[0]
 
 
 class HasStateDict(keras.callbacks.Callback):
@@ -79,7 +73,7 @@ class HasStateDict(keras.callbacks.Callback):
         self.secret = set(state["secret"])
 
 
-def test_callbacks_restore_attributes_that_have_changed(written):
+def test_callbacks_restore_attributes_that_have_changed(tmp_path):
     """But no arguments of the script, as a new patience; `state_dict` comes first."""
 
     def make(patience):
@@ -94,7 +88,7 @@ def test_callbacks_restore_attributes_that_have_changed(written):
     callbacks[0].best_weights = [np.arange(3.0)]
     callbacks[0].wait, callbacks[0].best = 2, np.float32(0.25)
     callbacks[1].secret = {7}
-    saved = written(states.collect())
+    saved = write_and_read(tmp_path, states.collect())
     again = make(5)
     CallbackStates(again).begin(saved)
     assert (again[0].wait, again[0].best, again[0].patience) == (2, 0.25, 5)
@@ -127,13 +121,13 @@ class Clocks(keras.callbacks.Callback):
         self.pairs.append((now, 0.5))
 
 
-def test_no_callback_gets_the_clock_of_another_process(written):
+def test_no_callback_gets_the_clock_of_another_process(tmp_path):
     """What it counts there is nothing here; a loss of that size is kept."""
     first, second = Clocks(), Clocks()
     states = CallbackStates([first])
     states.begin({})
     first.on_epoch_end(0)
-    CallbackStates([second]).begin(written(states.collect()))
+    CallbackStates([second]).begin(write_and_read(tmp_path, states.collect()))
     assert (second.saved_at, second.started, second.counted_at) == (None, 0.0, 0)
     assert second.times == [] and second.loss == first.loss
     assert second.pairs == first.pairs

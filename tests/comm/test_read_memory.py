@@ -88,15 +88,9 @@ READS = "keras_dist: ranks read each other's memory"
 
 def summed(ranks, *before, more="", words=(), **variables):
     """Run the script on so many ranks over Gloo; how often ranks agreed to read."""
-    start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
     script = [sys.executable, "-c", SCRIPT.format(ranks=ranks) + more, *words]
-    done = launch(
-        [*start, *before, *script],
-        ranks=None,
-        timeout=180,
-        env={"HOROVOD_LOG_LEVEL": "debug", **variables},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    env = {"HOROVOD_LOG_LEVEL": "debug", **variables}
+    done = launch([*before, *script], ranks=ranks, timeout=180, env=env, check=True)
     assert done.stdout.count("all sums are right") == ranks
     return (done.stdout + done.stderr).count(READS)
 

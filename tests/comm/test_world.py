@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
-from launch import PYTHONPATH
+from launch import launch
 
 from keras_dist.clusters import Place
 from keras_dist.comm import runtime, settings
@@ -48,13 +47,7 @@ def test_a_task_that_is_alone_trains(monkeypatch, environ):
 
 def run(code, *arguments, **environ):
     """Run code in a new interpreter, with these variables."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, **environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return launch([sys.executable, "-c", code, *arguments], env=environ)
 
 
 _INIT = """

@@ -15,27 +15,34 @@ from keras_dist.data.division import Division, ShardSpec, local_items
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
 
-def divided(num_rows, batch_size, size, steps=None):
-    """Rows of arrays on some ranks, in batches of each."""
-    per_step = batch_size * size
-    spec = ShardSpec(0, size)
-    return Division.of(spec, num_rows, per_step=per_step, unit="rows", steps=steps)
+NUM_ROWS = 23
 
 
-def batch_rows(division, step, rank):
-    """Positions, in the order of a pass, of the rows that `rank` reads at `step`."""
-    number, begin, end = division.span(step)
-    assert number == 0
-    return range(begin, end)[local_items(rank, division.size)]
+def divide(size, batch_size, steps=None, *, rows=NUM_ROWS, at=None, facts=None):
+    """Divide the rows of arrays among some ranks, in batches of each.
+
+    Args:
+        size: How many ranks there are.
+        batch_size: Rows of a batch of one of them.
+        steps: Of an epoch, which is a pass by default.
+        rows: How many there are.
+        at: A position of another `Division` to begin at.
+        facts: Of that one.
+    """
+    spec = ShardSpec(0, size, position=at, facts_before=facts)
+    per_step = size * batch_size
+    return Division.of(spec, rows, per_step=per_step, unit="rows", steps=steps)
 
 
 def test_ranks_read_the_batches_of_one_process():
     """Interleaved, a step of all ranks is one global batch in its own order."""
     for size, batch_size, num_rows in CASES:
-        division = divided(num_rows, batch_size, size)
+        division = divide(size, batch_size, rows=num_rows)
         read = []
         for step in range(division.steps):
-            batches = [batch_rows(division, step, rank) for rank in range(size)]
+            number, *span = division.span(step)
+            assert number == 0
+            batches = [range(*span)[local_items(rank, size)] for rank in range(size)]
             assert all(len(batch) <= batch_size for batch in batches) and batches[0]
             merged = sorted(row for batch in batches for row in batch)
             assert merged == list(range(merged[0], merged[0] + len(merged)))
@@ -46,8 +53,8 @@ def test_ranks_read_the_batches_of_one_process():
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
     """Each row once a pass, in an order that does not depend on the size."""
-    num_rows, batches = 23, {}
-    data = Arrays.of(np.arange(num_rows), np.arange(num_rows) * 2.0)
+    batches = {}
+    data = Arrays.of(np.arange(NUM_ROWS), np.arange(NUM_ROWS) * 2.0)
     for size, batch_size in ((1, 6), (2, 3), (3, 2)):
         passes = []
         readers = [
@@ -67,7 +74,7 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
                 if shuffle == "batch":
                     rows = range(step * 6, step * 6 + len(global_batch))
                     assert sorted(global_batch) == list(rows)
-            assert sorted(order) == list(range(num_rows))
+            assert sorted(order) == list(range(NUM_ROWS))
             passes.append(order)
         batches[size] = passes
         assert (passes[0] == passes[1]) == (shuffle is False)
@@ -76,7 +83,7 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
 
 def reader(data, batch_size, rank, size, shuffle, steps):
     """A function that reads the batches of one rank in an epoch."""
-    division = divided(data.num_rows, batch_size, size, steps)
+    division = divide(size, batch_size, steps, rows=data.num_rows)
     epoch = tf.Variable(0, dtype=tf.int64)
     given = {"rank": rank, "shuffle": shuffle, "seed": 5}
     dataset = read_rows(data, division, epoch, **given)
@@ -108,20 +115,7 @@ def test_arrays_of_different_lengths_are_refused():
         Arrays.of(np.zeros((3, 2)), np.zeros(4))
 
 
-NUM_ROWS = 23
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))
-
-
-def divide(position, total, per_step, size, unit, steps=None, facts_before=None):
-    """The `Division` of some ranks, from a position or the beginning."""
-    spec = ShardSpec(0, size, position=position, facts_before=facts_before)
-    return Division.of(spec, total, per_step=per_step, unit=unit, steps=steps)
-
-
-def sized(size, batch_size, steps=None):
-    """Arguments of `divide`; an epoch is a pass by default."""
-    sizes = {"total": NUM_ROWS, "per_step": batch_size * size, "size": size}
-    return sizes | {"unit": "rows", "steps": steps}
 
 
 def positions_of(schedule, epoch):
@@ -138,25 +132,19 @@ def positions_of(schedule, epoch):
     return batches
 
 
-def resumed(whole, done, after):
-    """Epoch 1, after `done` steps, on other ranks."""
-    facts = whole.facts()
-    return divide(whole.position(1, done), **sized(*after), facts_before=facts)
-
-
 @pytest.mark.parametrize("steps", [None, 2, 3, 6])
 def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
     """Resumed at every step of an epoch, and again at every step of the rest."""
     for size, batch_size in SIZES:
-        sizes = sized(size, batch_size, steps)
-        whole = divide(None, **sizes)
+        sizes = size, batch_size, steps
+        whole = divide(*sizes)
         expected = [positions_of(whole, epoch) for epoch in range(4)]
         for done in range(whole.steps):
-            rest = divide(whole.position(1, done), **sizes)
+            rest = divide(*sizes, at=whole.position(1, done))
             assert positions_of(rest, 1) == expected[1][done:]
             assert [positions_of(rest, 2), positions_of(rest, 3)] == expected[2:]
             for more in range(whole.steps - done):
-                again = divide(rest.position(1, more), **sizes)
+                again = divide(*sizes, at=rest.position(1, more))
                 assert positions_of(again, 1) == expected[1][done + more :]
                 assert [positions_of(again, 2), positions_of(again, 3)] == expected[2:]
 
@@ -164,10 +152,10 @@ def test_a_resumed_training_reads_the_same_batches_on_as_many_ranks(steps):
 def test_another_number_of_ranks_reads_each_row_that_is_left_once():
     """In the resumed pass and in later ones."""
     for before, after in itertools.permutations(SIZES, 2):
-        whole = divide(None, **sized(*before))
+        whole = divide(*before)
         first = positions_of(whole, 1)
         for done in range(1, whole.steps):
-            rest = resumed(whole, done, after)
+            rest = divide(*after, at=whole.position(1, done), facts=whole.facts())
             own = positions_of(rest, 1)
             read = sum((part for _, part in first[:done] + own), [])
             assert {number for number, _ in own} <= {1}
@@ -180,10 +168,8 @@ def test_another_number_of_ranks_reads_each_row_that_is_left_once():
 
 def test_resuming_within_an_epoch_of_other_data_is_an_error():
     """Between epochs the number of rows may change."""
-    sizes = sized(2, 3)
-    whole = divide(None, **sizes)
-    other = sizes | {"total": 24, "facts_before": whole.facts()}
+    whole = divide(2, 3)
     with pytest.raises(ValueError, match="23 rows"):
-        divide(whole.position(1, 2), **other)
+        divide(2, 3, rows=24, at=whole.position(1, 2), facts=whole.facts())
     position = whole.position(1, whole.steps)
     assert (position.epoch, position.step, position.items) == (2, 0, 2 * NUM_ROWS)

@@ -24,11 +24,6 @@ def numbers():
     return tf.data.Dataset.range(ROWS)
 
 
-def double(row):
-    """Something to do in a thread."""
-    return row * 2
-
-
 def windows():
     """36 windows of a time series, as Keras makes them."""
     series = np.arange(ROWS + 3.0)
@@ -56,7 +51,7 @@ PIPELINES = {
         tf.data.Dataset.zip((numbers(), numbers())).batch(BATCH).prefetch(16)
     ),
     "mapped in threads": lambda: (
-        numbers().map(double, tf.data.AUTOTUNE).batch(BATCH).prefetch(4)
+        numbers().map(lambda row: row * 2, tf.data.AUTOTUNE).batch(BATCH).prefetch(4)
     ),
     "interleaved": lambda: interleaved().batch(BATCH).prefetch(2),
     "windows of a time series": windows,

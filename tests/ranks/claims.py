@@ -38,6 +38,10 @@ def shortened(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     ]
 
 
+class Ended(BaseException):
+    """Ends a fit at once, as a signal does; nothing of the package catches it."""
+
+
 def slow_on_three(test: Any) -> Any:
     """Mark a test that runs on two ranks, and with LONG_TESTS=1 on three, too."""
     return pytest.mark.three_ranks(pytest.mark.slow_on_three(test))
@@ -106,6 +110,7 @@ def assert_equals_one_process(
     batch_size=8,
     *,
     batch="rank",
+    plain_make=None,
     plain_data=None,
     tolerance=1e-5,
     logs=True,
@@ -120,6 +125,7 @@ def assert_equals_one_process(
             dict of that and of other arguments.
         batch_size: Rows of a batch of `dist_fit`.
         batch: As of `dist_fit`. With "rank" plain Keras has the batches of all ranks.
+        plain_make: Makes what plain Keras trains, if that is something else.
         plain_data: What plain Keras is given, if that is something else.
         tolerance: Of weights, the optimizer's state, and logs.
         logs: Names of the logs to compare; `True` for all.
@@ -131,7 +137,7 @@ def assert_equals_one_process(
     """
     arguments = {"shuffle": False, "verbose": 0} | arguments
 
-    def train(fit, data, rows, **more):
+    def train(fit, make, data, rows, **more):
         model, given = make(), data
         if not callable(data):
             more["batch_size"] = rows
@@ -146,9 +152,11 @@ def assert_equals_one_process(
 
     plain = data if plain_data is None else plain_data
     total = batch_size * (keras_dist.size() if batch == "rank" else 1)
-    oracle = train_on_one_process(lambda: train(fit_plainly, plain, total))
+    oracle = train_on_one_process(
+        lambda: train(fit_plainly, plain_make or make, plain, total)
+    )
     options = {"batch": batch, "lr_scaling": "none"} | dict(options)
-    model, history = train(keras_dist.dist_fit, data, batch_size, **options)
+    model, history = train(keras_dist.dist_fit, make, data, batch_size, **options)
     assert largest_difference(model, oracle) <= tolerance
     assert_equal_to_the_bit(model)
     found = history.history
@@ -236,18 +244,24 @@ def assert_equal_to_the_bit(model):
     assert len(set(keras_dist.gather(digest.hexdigest()))) == 1
 
 
+def gather_errors(kind, call):
+    """Call on every rank; returns name and message of each error, or `None`."""
+    found = None
+    try:
+        call()
+    except kind as error:
+        found = type(error).__name__, str(error)
+    return keras_dist.gather(found)
+
+
 def raises_everywhere(kind, call, *texts):
     """Call on every rank; each must raise `kind`, with all `texts` in its message.
 
     Returns the messages of all ranks.
     """
-    message = None
-    try:
-        call()
-    except kind as error:
-        message = str(error)
-    messages = keras_dist.gather(message)
-    assert None not in messages, f"not every rank raised: {messages}"
+    errors = gather_errors(kind, call)
+    assert None not in errors, f"not every rank raised: {errors}"
+    messages = [message for _, message in errors]
     for message in messages:
         for text in texts:
             assert text in message

@@ -1,14 +1,15 @@
 """Every rank runs every test here, in the same order; the oracle is plain Keras."""
 
 import os
+import resource
 import sys
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from claims import models_in, train_on_one_process
+from models import make_compiled, perceptron, vectors
 
 import keras_dist
 from keras_dist.data.pipeline import as_untuned
@@ -95,12 +96,21 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
+def limit_files():
+    """Lets no file grow beyond so many bytes, as on a full disk, or ends that."""
+    _, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size=resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, largest))
+
+    yield limit
+    limit()
+
+
+@pytest.fixture
 def rows():
     """101 rows of five numbers and a label, the same on every rank."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(101, 5)).astype("float32")
-    y = (x.sum(axis=1) > 0).astype("float32")
-    return x, y
+    return vectors(101)
 
 
 @pytest.fixture
@@ -112,22 +122,9 @@ def make_model():
     """
 
     def make(optimizer=None, *, seed=3, **compiled):
-        keras.utils.set_random_seed(seed)
-        model = keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(8, activation="tanh"),
-                keras.layers.Dense(1, activation="sigmoid"),
-            ]
-        )
-        compiled.setdefault("metrics", ["accuracy"])
-        compiled.setdefault("run_eagerly", True)
-        model.compile(
-            optimizer or keras.optimizers.SGD(0.1, momentum=0.9),
-            "binary_crossentropy",
-            **compiled,
-        )
-        return model
+        optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
+        how = {"metrics": ["accuracy"], "run_eagerly": True, "seed": seed} | compiled
+        return make_compiled(perceptron, optimizer, "binary_crossentropy", **how)
 
     return make
 

@@ -6,6 +6,8 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
+from data_kinds import Sequence, WithoutLength, kept, unchanged
+from models import vectors
 
 import keras_dist
 from keras_dist import private
@@ -67,9 +69,7 @@ class OwnStatistics(keras_dist.AverageStatistics):
 
 def rows_of_all():
     """Inputs that end with the number of the row, and targets."""
-    generator = np.random.default_rng(0)
-    x = generator.normal(size=(NUM_ROWS, 5)).astype("float32")
-    y = (x.sum(axis=1) > 0).astype("float32")
+    x, y = vectors(NUM_ROWS)
     return np.column_stack([x, np.arange(NUM_ROWS)]).astype("float32"), y
 
 
@@ -83,50 +83,29 @@ def make_model(seed, *, is_equivalent=False, is_small=False):
         is_small: Without all of that: a step of it takes a quarter of the time.
     """
     keras.utils.set_random_seed(seed)
+    first = keras.layers.Rescaling([1.0] * 5 + [0.0])
+    last = keras.layers.Dense(1, activation="sigmoid")
     if is_small:
-        model = Recording(
-            [
-                keras.layers.Rescaling([1.0] * 5 + [0.0]),
-                keras.layers.Dense(1, activation="sigmoid"),
-            ]
-        )
+        model = Recording([first, last])
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         model.compile(optimizer, "binary_crossentropy", run_eagerly=True)
         return model
-    not_equivalent = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-    model = Recording(
-        [
-            keras.layers.Rescaling([1.0] * 5 + [0.0]),
-            keras.layers.Dense(8, activation="tanh"),
-            *([Counts()] if is_equivalent else not_equivalent),
-            keras.layers.Dense(1, activation="sigmoid"),
-        ]
-    )
+    middle = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    if is_equivalent:
+        middle = [Counts()]
+    model = Recording([first, keras.layers.Dense(8, "tanh"), *middle, last])
     schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9)
-    model.compile(
-        keras.optimizers.Adam(
-            schedule, gradient_accumulation_steps=2 if is_equivalent else None
-        ),
-        "binary_crossentropy",
-        metrics=["accuracy", keras.metrics.AUC(name="auc")],
-        run_eagerly=True,
-    )
+    every = 2 if is_equivalent else None
+    optimizer = keras.optimizers.Adam(schedule, gradient_accumulation_steps=every)
+    metrics = ["accuracy", keras.metrics.AUC(name="auc")]
+    how = {"metrics": metrics, "run_eagerly": True}
+    model.compile(optimizer, "binary_crossentropy", **how)
     return model
 
 
-class Batches(keras.utils.PyDataset):
+def as_sequence(x, y):
     """Rows in batches of six."""
-
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return -(-len(self.x) // 6)
-
-    def __getitem__(self, index):
-        rows = slice(6 * index, 6 * index + 6)
-        return self.x[rows], self.y[rows]
+    return Sequence(x, y, [6])
 
 
 def as_dataset(x, y):
@@ -134,37 +113,34 @@ def as_dataset(x, y):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(6, drop_remainder=True)
 
 
-def as_shuffled(x, y):
-    """The same, shuffled anew for each pass."""
+def shuffled_rows(x, y, prepare=lambda rows: rows):
+    """Rows that are prepared, and then shuffled anew for each pass."""
     tf.random.set_seed(5)  # a part of the seeds of a shuffle
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).cache().shuffle(50, seed=4)
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    return prepare(rows).shuffle(50, seed=4)
+
+
+def as_shuffled(x, y):
+    """Shuffled rows in batches of six, the last ones left out."""
+    rows = shuffled_rows(x, y, tf.data.Dataset.cache)
     return rows.batch(6, drop_remainder=True)
 
 
 def as_shuffled_unevenly(x, y):
     """The same with the last rows, of which it shows late what the ranks make."""
-    tf.random.set_seed(5)
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4)
-    return rows.batch(6)
+    return shuffled_rows(x, y).batch(6)
 
 
 def as_divided(x, y):
     """Rows that are shuffled anew for each pass before each rank divides them."""
-    tf.random.set_seed(5)
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4)
-    return rows.apply(keras_dist.shard(6)).map(lambda x, y: (x, y)).batch(6)
-
-
-def kept(*_):
-    """For `filter`: TensorFlow cannot know how many rows remain."""
-    return True
+    rows = shuffled_rows(x, y).apply(keras_dist.shard(6))
+    return rows.map(unchanged).batch(6)
 
 
 def as_filtered(x, y):
     """Rows in batches of six of unknown number, shuffled anew for each pass."""
-    tf.random.set_seed(5)  # a part of the seeds of a shuffle
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).filter(kept)
-    return rows.shuffle(50, seed=4).batch(6).prefetch(2)
+    rows = shuffled_rows(x, y, lambda rows: rows.filter(kept))
+    return rows.batch(6).prefetch(2)
 
 
 def as_files(x, y):
@@ -196,26 +172,20 @@ def as_unseeded(x, y):
 
 def as_cached(x, y):
     """Rows that have the order of the first pass in all passes."""
-    tf.random.set_seed(5)
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=4).cache()
-    return rows.batch(6)  # whose last one completes the cache, in Keras, too
+    return (
+        shuffled_rows(x, y).cache().batch(6)
+    )  # whose last one completes the cache, in Keras, too
 
 
-class Steady:
+def as_steady(x, y):
     """Rows in batches of six, the same in each pass; nothing says where it is."""
-
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __iter__(self):
-        ends = range(6, len(self.x), 6)
-        return zip(np.split(self.x, ends), np.split(self.y, ends), strict=True)
+    return WithoutLength(x, y, 6)
 
 
 def as_own(x, y):
     """A part of the rows for each rank."""
     own = slice(keras_dist.rank(), 6 * 15, keras_dist.size())
-    return Steady(x[own], y[own])
+    return as_steady(x[own], y[own])
 
 
 def train(

@@ -1,5 +1,6 @@
 """What is changed in Keras for the time of a fit is as before when the fit is over."""
 
+import contextlib
 import re
 import signal
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
+from claims import shortened
 
 import keras_dist
 
@@ -84,42 +86,22 @@ def test_the_table_has_every_row_that_is_tried():
         assert row.startswith(key), row
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(None, marks=pytest.mark.long),
-        "on_epoch_begin",
-        "on_train_batch_end",
-    ],
-)
-def test_all_of_it_is_taken_back(rows, tmp_path, moment):
+MOMENTS = ["on_epoch_begin", "on_train_batch_end"]
+
+
+@pytest.mark.parametrize("moment", shortened([None, *MOMENTS], MOMENTS))
+def test_all_of_it_is_taken_back(rows, folder, moment):
     """Also when the fit raised, in the middle of an epoch or at its edge."""
     x, y = rows
-    folder = keras_dist.broadcast(str(tmp_path))
     model = make()
     before = patched(model)
     names = set(vars(model))
-    callbacks = [Broken(moment)] if moment else []
-
-    def fit():
-        keras_dist.dist_fit(
-            model,
-            x,
-            y,
-            batch_size=8,
-            epochs=2,
-            verbose=0,
-            callbacks=callbacks,
-            validation_data=rows,
-            lr_scaling=2.0,
-            resume=f"{folder}/resume",
-        )
-
-    if moment is None:
-        fit()
-    else:
-        with pytest.raises((KeyError, RuntimeError), match="tea"):
-            fit()
+    given = {"batch_size": 8, "epochs": 2, "verbose": 0, "validation_data": rows}
+    given |= {"lr_scaling": 2.0, "resume": f"{folder}/resume"}
+    given["callbacks"] = [Broken(moment)] if moment else []
+    raises = pytest.raises((KeyError, RuntimeError), match="tea")
+    with raises if moment else contextlib.nullcontext():
+        keras_dist.dist_fit(model, x, y, **given)
     assert patched(model) == before
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
     of_keras = {"history", "_callbacks", "stop_evaluating", "_eval_epoch_iterator"}

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import shortened
-from data_kinds import Sequence
+from data_kinds import BATCHES, Sequence
 
 import keras_dist
 
+pytestmark = pytest.mark.several_ranks
 X = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
 Y = X.sum(axis=1, keepdims=True)
 
@@ -26,22 +27,6 @@ def in_batches(is_tuned=None):
 
 
 @pytest.fixture
-def read(monkeypatch):
-    """Whether each data set that Keras reads is tuned, `None` for the default."""
-    found = []
-
-    def record(_, dataset, options=None):
-        found.append(dataset.options().autotune.enabled)
-        return dataset
-
-    strategy = tf.distribute.get_strategy()
-    method = "experimental_distribute_dataset"
-    monkeypatch.delattr(strategy, method)  # see conftest.py
-    monkeypatch.setattr(type(strategy), method, record)
-    return found
-
-
-@pytest.fixture
 def model():
     """A compiled linear model."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -49,26 +34,14 @@ def model():
     return model
 
 
-def shuffled():
-    """Its next pass has another order, so that looks at its batches are kept."""
-    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(9, seed=2).batch(4)
+# Looks at batches are kept of a shuffle, whose next pass has another order, and of a
+# cache, which they would cut short; of batches of unknown number nothing says where
+# they are.
+KINDS = ["batched", "shuffled", "batches cached", "filtered, cached"]
 
 
-def cached():
-    """Where looks would cut the cache short, they are kept, too."""
-    return in_batches().cache()
-
-
-def unknown():
-    """In batches of unknown number, of which nothing says where they are."""
-    return in_batches().filter(lambda *_: True).cache()
-
-
-@pytest.mark.several_ranks
-@pytest.mark.parametrize(
-    "make", shortened([in_batches, shuffled, cached, unknown], {in_batches, cached})
-)
-def test_no_iterator_over_data_is_tuned(model, tmp_path_factory, monkeypatch, make):
+@pytest.mark.parametrize("kind", shortened(KINDS, {"batched", "batches cached"}))
+def test_no_iterator_over_data_is_tuned(model, folder, monkeypatch, kind):
     """Those that look at it and that remember where they are, as Keras's do."""
     began, found = tf.data.Dataset.__iter__, []
 
@@ -77,10 +50,9 @@ def test_no_iterator_over_data_is_tuned(model, tmp_path_factory, monkeypatch, ma
         return began(dataset)
 
     monkeypatch.setattr(tf.data.Dataset, "__iter__", begin)
-    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("tuned")))
     for epochs in (1, 2):
-        data = make()
-        options = {"resume": folder, "validation_data": data, "verbose": 0}
+        data = BATCHES[kind](X, Y, 4)
+        options = {"resume": str(folder), "validation_data": data, "verbose": 0}
         keras_dist.dist_fit(model, data, epochs=epochs, **options)
     many = keras_dist.DistributedModel(model)
     many.evaluate(X, Y, verbose=0)
@@ -88,9 +60,18 @@ def test_no_iterator_over_data_is_tuned(model, tmp_path_factory, monkeypatch, ma
     assert set(found) == {False}
 
 
-@pytest.mark.several_ranks
-def test_tuning_that_the_user_requests_is_on(model, read):
+def test_tuning_that_the_user_requests_is_on(model, monkeypatch):
     """Options of the user's data set remain, and the model is plain again."""
+    read = []
+
+    def record(_, dataset, options=None):
+        read.append(dataset.options().autotune.enabled)
+        return dataset
+
+    strategy = tf.distribute.get_strategy()
+    method = "experimental_distribute_dataset"
+    monkeypatch.delattr(strategy, method)  # see conftest.py
+    monkeypatch.setattr(type(strategy), method, record)
     many = keras_dist.DistributedModel(model, shard="none")
     many.evaluate(in_batches(is_tuned=True), verbose=0)
     model.evaluate(X, Y, verbose=0)
@@ -108,7 +89,6 @@ def names_in(paths, pattern):
     return set(re.findall(pattern, "\n".join(texts)))
 
 
-@pytest.mark.several_ranks
 def test_functions_of_this_package_are_not_translated(model):
     """AutoGraph would need longer for them than all else before a first step."""
     old = set(sys.modules)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_equals_one_process, shortened
+from models import make_compiled
 
 import keras_dist
 
@@ -56,11 +57,9 @@ class Preprocesses(keras.Model):
 
 
 def compiled():
-    keras.utils.set_random_seed(1)
-    model = Preprocesses()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
-    return model
+    how = {"metrics": ["accuracy"]}
+    return make_compiled(Preprocesses, keras.optimizers.SGD(0.1), loss, **how)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,12 @@ def test_a_list_of_four_inputs_is_data():
     """Keras takes a list of any number of arrays as the inputs of a model."""
 
     def make():
-        keras.utils.set_random_seed(2)
         inputs = [keras.Input((3,)) for _ in range(4)]
         output = keras.layers.Dense(1)(keras.layers.Concatenate()(inputs))
-        model = keras.Model(inputs, output)
-        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
-        return model
+        return keras.Model(inputs, output)
+
+    def compiled():
+        return make_compiled(make, keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
 
     x = list(np.random.default_rng(0).normal(size=(4, 11, 3)).astype("float32"))
-    assert_equals_one_process(make, (x, x[0][:, :1]), 5, batch="global")
+    assert_equals_one_process(compiled, (x, x[0][:, :1]), 5, batch="global")

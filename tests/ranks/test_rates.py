@@ -5,6 +5,7 @@ import math
 import keras
 import numpy as np
 import pytest
+from claims import slow_on_three
 
 import keras_dist
 
@@ -31,19 +32,16 @@ def slope(optimizer):
 def moves(model, world, steps=4, epochs=1, **options):
     """How far each of `epochs` × `steps` updates moves the position."""
     seen = [float(model.position)]
-
-    class Watch(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            seen.append(float(self.model.position))
-
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(float(model.position))
+    )
     x = np.zeros((2 * steps * world.size, 1), "float32")
-    options.setdefault("callbacks", []).append(Watch())
+    options.setdefault("callbacks", []).append(watch)
     keras_dist.dist_fit(model, x, x, batch_size=2, epochs=epochs, verbose=0, **options)
     return np.diff(seen).tolist()
 
 
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
+@slow_on_three
 def test_rules_scale_the_update_and_not_the_rate(world):
     """Linear, square root, none, a number, a function; the rate itself stays."""
     rules = {

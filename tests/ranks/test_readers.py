@@ -9,21 +9,21 @@ import pytest
 import scipy.sparse
 import tensorflow as tf
 from claims import assert_equals_one_process, shortened, slow_on_three
+from data_kinds import Listed, Sequence
+from models import make_compiled
 
 import keras_dist
 
 pytestmark = pytest.mark.several_ranks
 
-RATE = 0.1
-
 
 def make_model(columns=3, *, sparse=False):
-    keras.utils.set_random_seed(3)
-    inputs = keras.Input((columns,), sparse=sparse)
-    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
-    optimizer, how = keras.optimizers.SGD(RATE), {"weighted_metrics": ["mae"]}
-    model.compile(optimizer, "mse", run_eagerly=True, **how)
-    return model
+    def make():
+        inputs = keras.Input((columns,), sparse=sparse)
+        return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+
+    how = {"weighted_metrics": ["mae"], "run_eagerly": True}
+    return make_compiled(make, keras.optimizers.SGD(0.1), "mse", **how)
 
 
 def endless(rows, batch):
@@ -65,16 +65,8 @@ def test_validation_by_a_generator_goes_on_from_epoch_to_epoch(steps):
     x = np.random.default_rng(0).normal(size=(24, 3))
     arguments = {"batch_size": 8, "shuffle": False}
     validation, model = endless(16, 6), make_model()
-    found = trained(
-        True,
-        model,
-        x,
-        x.sum(axis=1),
-        epochs=3,
-        validation_data=validation,
-        validation_steps=steps,
-        **arguments,
-    )
+    more = {"epochs": 3, "validation_data": validation, "validation_steps": steps}
+    found = trained(True, model, x, x.sum(axis=1), **more, **arguments)
     next(validation)
     model = make_model()
     for epoch, numbers in enumerate(READ[steps]):
@@ -134,23 +126,16 @@ def test_a_generator_may_wait_for_a_callback():
     assert len(trained(True, make_model(), wait(), **arguments)["loss"]) == 2
 
 
-class Shuffled(keras.utils.PyDataset):
-    """Shuffles by NumPy's generator at the end of each epoch."""
+class Shuffled(Sequence):
+    """Batches of twelve rows, shuffled by NumPy's generator after each epoch."""
 
-    def __init__(self, rows, batch):
-        super().__init__()
+    def __init__(self, rows):
         self.x = np.random.default_rng(2).normal(size=(rows, 3))
-        self.order, self.batch = np.arange(rows), batch
-
-    def __len__(self):
-        return len(self.x) // self.batch
-
-    def __getitem__(self, index):
-        rows = self.order[index * self.batch : (index + 1) * self.batch]
-        return self.x[rows], self.x[rows].sum(axis=1)
+        super().__init__(self.x, self.x.sum(axis=1), [12])
 
     def on_epoch_end(self):
-        np.random.shuffle(self.order)
+        np.random.shuffle(self.x)
+        self.batches = Sequence(self.x, self.x.sum(axis=1), [12]).batches
 
 
 @pytest.mark.three_ranks
@@ -160,16 +145,13 @@ def test_validation_may_have_fewer_batches_than_ranks(count):
 
     def data(_):
         np.random.seed(5)
-        return {"x": Shuffled(48, 12), "validation_data": Shuffled(12 * count, 12)}
+        return {"x": Shuffled(48), "validation_data": Shuffled(12 * count)}
 
     assert_equals_one_process(make_model, data, batch="global", epochs=3)
 
 
-class Simulated(keras.utils.PyDataset):
+class Simulated(Listed):
     """Draws its batches."""
-
-    def __len__(self):
-        return 4
 
     def __getitem__(self, index):
         x = np.random.normal(size=(12, 3))
@@ -182,16 +164,15 @@ def test_looks_at_first_batches_draw_nothing():
 
     def data(_):
         np.random.seed(5)
-        return Simulated()
+        return Simulated(range(4))
 
     assert_equals_one_process(make_model, data, batch="global")
 
 
 @slow_on_three
 @pytest.mark.parametrize("name", ["training", "validation"])
-def test_ranks_of_a_host_do_not_cache_in_one_file(tmp_path_factory, world, name):
+def test_ranks_of_a_host_do_not_cache_in_one_file(folder, world, name):
     """It is an error before training; a complete file is read by all."""
-    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("cache")))
     x = np.ones((12, 3), "float32")
 
     def data(file=None):
@@ -219,13 +200,9 @@ def test_sparse_matrices_of_scipy_are_sharded_by_row(world, batch):
     matrix = scipy.sparse.random(46, 5, 0.4, "csr", "float32", random_state=1)
     y = np.asarray(matrix.sum(axis=1)).ravel()
     given = {"validation_split": 0.2, "sample_weight": np.arange(46.0)}
-    model, *_ = assert_equals_one_process(
-        lambda: make_model(5, sparse=True),
-        (matrix, y),
-        6 if batch == "global" else 6 // world.size,
-        batch=batch,
-        **given,
-    )
+    count = 6 if batch == "global" else 6 // world.size
+    made, given["batch"] = (lambda: make_model(5, sparse=True)), batch
+    model, *_ = assert_equals_one_process(made, (matrix, y), count, **given)
     many = keras_dist.DistributedModel(model, batch=batch)
     found, wanted = (
         [*each.evaluate(matrix, y, 7, 0), *each.predict(matrix, verbose=0).ravel()]

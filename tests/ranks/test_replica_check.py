@@ -1,10 +1,18 @@
 """`ReplicaCheck` finds what differs between ranks, and nothing else."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import KERAS, assert_equal_to_the_bit, raises_everywhere, warned
+from claims import (
+    KERAS,
+    assert_equal_to_the_bit,
+    raises_everywhere,
+    slow_on_three,
+    warned,
+)
 
 import keras_dist
 
@@ -51,37 +59,25 @@ def fit(model, rows, *callbacks, **arguments):
     return keras_dist.dist_fit(model, x, y, callbacks=list(callbacks), **given)
 
 
-def ranks_in_words():
-    """The last rank, and all the others."""
-    last = keras_dist.size() - 1
-    return f"rank {last}", "rank 0" if last == 1 else "ranks 0 and 1"
-
-
 @several_ranks
-@three_ranks
-@pytest.mark.slow_on_three
+@slow_on_three
 def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
     """At the next check: of a weight by a thousandth, of a slot, and to NaN."""
-    last, others = ranks_in_words()
+    last = keras_dist.size() - 1
+    others = "rank 0" if last == 1 else "ranks 0 and 1"
     if keras_dist.rank():
         make_model()  # Keras counts its layers, and names the next ones by that
     for choose, value in ((kernel, None), (slot, None), (slot, np.nan)):
         model = make_model()
         model.optimizer.build(model.trainable_variables)
         path = keras_dist.broadcast(choose(model).path)
-        messages = raises_everywhere(
-            RuntimeError,
-            lambda model=model, choose=choose, value=value: fit(
-                model,
-                rows,
-                Changes(choose, value),
-                keras_dist.ReplicaCheck(every=1),
-            ),
-        )
+        callbacks = Changes(choose, value), keras_dist.ReplicaCheck(every=1)
+        call = partial(fit, model, rows, *callbacks)
+        messages = raises_everywhere(RuntimeError, call)
         assert len(set(messages)) == 1
         # With the next update it changes other variables, too.
         assert "after step 3 of epoch 2" in messages[0]
-        assert f" on {last} is not what it is on {others}" in messages[0]
+        assert f" on rank {last} is not what it is on {others}" in messages[0]
         assert f"`{path}`" in messages[0]
         assert int(model.optimizer.iterations) == 4 + 3
 
@@ -91,21 +87,16 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
 def test_dist_fit_checks_at_the_end_of_each_epoch(rows, make_model):
     """Without an option, and before anything of that epoch is saved."""
     saved = []
-
-    class Saves(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            saved.append(epoch)
-
-    messages = raises_everywhere(
-        RuntimeError, lambda: fit(make_model(), rows, Changes(kernel), Saves())
+    saves = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: saved.append(epoch)
     )
-    assert "after step 4 of epoch 2" in messages[0]
+    call = partial(fit, make_model(), rows, Changes(kernel), saves)
+    raises_everywhere(RuntimeError, call, "after step 4 of epoch 2")
     assert saved == [0]
 
 
 @several_ranks
-@three_ranks
-@pytest.mark.slow_on_three
+@slow_on_three
 def test_resync_makes_the_ranks_equal_again(rows, make_model):
     """With checks after every second step, two updates use the wrong gradients."""
     model, oracle = make_model(), make_model()
@@ -159,13 +150,9 @@ def test_steps_of_one_execution_are_counted(rows, make_model):
 @several_ranks
 def test_different_settings_on_the_ranks_are_an_error(rows, make_model):
     """Otherwise the ranks would wait for each other forever."""
-    messages = raises_everywhere(
-        ValueError,
-        lambda: fit(
-            make_model(), rows, keras_dist.ReplicaCheck(every=1 + keras_dist.rank())
-        ),
-    )
-    assert "rank 0: every=1, action='raise'; rank 1: every=2" in messages[0]
+    check = keras_dist.ReplicaCheck(every=1 + keras_dist.rank())
+    text = "rank 0: every=1, action='raise'; rank 1: every=2"
+    raises_everywhere(ValueError, lambda: fit(make_model(), rows, check), text)
 
 
 def test_unusable_settings_are_errors(world):

@@ -4,18 +4,20 @@ In float64. The oracle's steps do not call them: they compute the same plainly.
 """
 
 import itertools
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from claims import (
-    assert_equal_to_the_bit,
+    assert_close,
+    assert_equals_one_process,
     raises_everywhere,
     shortened,
-    train_on_one_process,
     warned,
 )
+from models import Stepping, make_compiled
 
 import keras_dist
 
@@ -38,9 +40,7 @@ class Ours:
 class Plain:
     """What they are on one process."""
 
-    @staticmethod
-    def sum_over_rows(loss):
-        return loss
+    sum_over_rows = gather_rows = staticmethod(lambda values: values)
 
     @staticmethod
     def weighted_mean(values, weights):
@@ -49,10 +49,6 @@ class Plain:
             weights = weights[..., None]
         weights = weights * tf.ones_like(values)
         return tf.reduce_sum(values * weights) / tf.reduce_sum(weights)
-
-    @staticmethod
-    def gather_rows(z):
-        return z
 
 
 def mean_and_sum(of, x, y, z):
@@ -114,47 +110,40 @@ LOSSES = {
 }
 
 
-class Step(keras.Model):
+class Step(Stepping):
     """A train step that computes one of these losses."""
 
     def __init__(self, loss, of):
         super().__init__()
         self.dense, self.loss_of_rows, self.of = keras.layers.Dense(3), loss, of
+        self(X[:1])
 
     def call(self, x):
         return self.dense(x)
 
-    def train_step(self, data):
+    def loss_of(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.loss_of_rows(self.of, x, y, self(x, training=True))
-            loss = tf.reduce_mean(loss)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
+        return tf.reduce_mean(self.loss_of_rows(self.of, x, y, self(x, training=True)))
 
 
-def trained(loss, of, fit, x=X, y=Y, *, compiled=None, **options):
-    """The model after two epochs, and its log."""
-    keras.utils.set_random_seed(3)
-    model = Step(loss, of)
-    model(X[:1])
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), **(compiled or {}))
-    history = fit(model, x, y, epochs=2, shuffle=False, verbose=0, **options)
-    return model, history.history
+def make_step(loss, of, **compiled):
+    """A model with such a step."""
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    return make_compiled(lambda: Step(loss, of), optimizer, **compiled)
 
 
-def assert_equal(loss, compiled=None, x=X, y=Y, oracle=None, rows=10, **options):
-    """All ranks train the model of one process."""
-    given = loss, Plain, keras.Model.fit, *(oracle or (x, y))
-    plain = train_on_one_process(lambda: trained(*given, batch_size=rows))
-    model, found = trained(
-        loss, Ours, keras_dist.dist_fit, x, y, compiled=compiled, **options
+def assert_equal(loss, data=(X, Y), rows=10, *, batch="global", plain=None, **compiled):
+    """All ranks train the model of one process, in batches of so many rows."""
+    assert_equals_one_process(
+        lambda: make_step(loss, Ours, **compiled),
+        data,
+        rows,
+        batch=batch,
+        plain_make=lambda: make_step(loss, Plain),
+        plain_data=plain,
+        epochs=2,
+        tolerance=1e-10,
     )
-    assert_equal_to_the_bit(model)
-    for own, one in zip(model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(own, one, rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose(found["loss"], plain.history["loss"], rtol=1e-9)
 
 
 @pytest.mark.three_ranks
@@ -163,13 +152,13 @@ def assert_equal(loss, compiled=None, x=X, y=Y, oracle=None, rows=10, **options)
 )
 def test_a_loss_over_the_rows_of_all_ranks_equals_one_process(name):
     """The last batch has 3 rows: on two ranks 2 and 1. Keras logs its last step."""
-    assert_equal(LOSSES[name], batch="global", batch_size=10)
+    assert_equal(LOSSES[name])
 
 
 @pytest.mark.three_ranks
-def test_a_rank_without_rows_takes_part(world):
+def test_a_rank_without_rows_takes_part():
     """One row is left for the last batch."""
-    assert_equal(several, x=X[:51], y=Y[:51], batch="global", batch_size=10)
+    assert_equal(several, (X[:51], Y[:51]))
 
 
 @pytest.mark.three_ranks
@@ -180,21 +169,18 @@ def test_a_rank_without_rows_takes_part(world):
         {("batches", "rank"), ("presharded", "global")},
     ),
 )
-def test_gathered_rows_have_the_order_of_the_global_batch(world, kind, batch):
+def test_gathered_rows_have_the_order_of_the_global_batch(kind, batch):
     """Whatever the data: rows are strided, or batches dealt to the ranks in turn."""
-    rows = 12 if batch == "global" else 12 * world.size
-    options = {"batch": batch, "lr_scaling": 1.0, "rows": rows}
-    if kind == "arrays":
-        assert_equal(neighbors, batch_size=12, **options)
-        return
-    data = tf.data.Dataset.from_tensor_slices((X, Y))
-    if kind == "presharded":
-        data = data.apply(keras_dist.shard(12, batch=batch))
-        local = keras_dist.local_batch_size(12) if batch == "global" else 12
-        data = data.batch(local)
-    else:
-        data = data.batch(12)
-    assert_equal(neighbors, x=data, y=None, oracle=(X, Y), **options)
+    local = keras_dist.local_batch_size(12) if batch == "global" else 12
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    data = {
+        "arrays": (X, Y),
+        "batches": lambda _: rows.batch(12),
+        "presharded": lambda _: rows.apply(keras_dist.shard(12, batch=batch)).batch(
+            local
+        ),
+    }[kind]
+    assert_equal(neighbors, data, 12, batch=batch, plain=(X, Y))
 
 
 @pytest.mark.parametrize(
@@ -210,8 +196,7 @@ def test_gathered_rows_have_the_order_of_the_global_batch(world, kind, batch):
 def test_it_does_so_without_a_graph_and_under_xla(world, name, how):
     """XLA compiles no collective: that step runs without it, with a warning."""
     with warned("without XLA") as messages:
-        compiled = {how: True}
-        assert_equal(LOSSES[name], compiled, batch="global", batch_size=10)
+        assert_equal(LOSSES[name], **{how: True})
     is_said = how == "jit_compile" and name != "mean_and_sum" and world.rank == 0
     assert bool(messages) == is_said, messages
     assert all("communicates with the other ranks" in text for text in messages)
@@ -224,20 +209,16 @@ def test_a_loop_of_the_users_own_equals_one_process(world):
     for loss in (mean_and_sum, missing_targets, negatives, neighbors):
         found = []
         for of, part in ((Plain, slice(0, 12 * size)), (Ours, own)):
-            keras.utils.set_random_seed(3)
-            model = Step(loss, of)
-            model(X[:1])
             optimizer = keras.optimizers.SGD(0.1)
             if of is Ours:
                 optimizer = keras_dist.DistributedOptimizer(optimizer)
+            model = make_compiled(lambda loss=loss, of=of: Step(loss, of))
             with tf.GradientTape() as tape:
-                x, y = tf.constant(X[part]), tf.constant(Y[part])
-                value = tf.reduce_mean(loss(of, x, y, model(x)))
+                value = model.loss_of((tf.constant(X[part]), tf.constant(Y[part])))
             gradients = tape.gradient(value, model.trainable_variables)
             optimizer.apply(gradients, model.trainable_variables)
             found.append(model.get_weights())
-        for one, many in zip(*found, strict=True):
-            np.testing.assert_allclose(many, one, rtol=1e-9, atol=1e-12)
+        assert_close(*found, 1e-11)
 
 
 def test_an_evaluation_computes_them_plainly(world):
@@ -245,9 +226,7 @@ def test_an_evaluation_computes_them_plainly(world):
 
     class Evaluates(Step):
         def test_step(self, data):
-            x, y = data
-            value = tf.reduce_mean(self.loss_of_rows(self.of, x, y, self(x)))
-            return {"value": value}
+            return {"value": self.loss_of(data)}
 
     for loss in (negatives, missing_targets, mean_and_sum):
         model = Evaluates(loss, Ours)
@@ -257,23 +236,20 @@ def test_an_evaluation_computes_them_plainly(world):
 
 def test_an_unusable_argument_is_an_error_everywhere():
     """It says what was received."""
-    messages = raises_everywhere(
-        ValueError, lambda: keras_dist.sum_over_rows(tf.ones(3))
-    )
-    assert "Received: a tensor of shape (3,)" in messages[0]
-    messages = raises_everywhere(
-        ValueError, lambda: keras_dist.weighted_mean(tf.ones(3), tf.ones((3, 2)))
-    )
-    assert "weights of shape (3, 2)" in messages[0]
+    for call, text in (
+        (lambda: keras_dist.sum_over_rows(tf.ones(3)), "a tensor of shape (3,)"),
+        (
+            lambda: keras_dist.weighted_mean(tf.ones(3), tf.ones((3, 2))),
+            "weights of shape (3, 2)",
+        ),
+    ):
+        raises_everywhere(ValueError, call, "Received: ", text)
 
     def views(of, x, y, z):
         return tf.reduce_mean(of.gather_rows(tf.concat([z, z], 0)))
 
     for compiled in ({"run_eagerly": True}, {}):
-        messages = raises_everywhere(
-            (ValueError, tf.errors.InvalidArgumentError),
-            lambda c=compiled: trained(
-                views, Ours, keras_dist.dist_fit, compiled=c, batch_size=10
-            ),
-        )
-        assert all("one entry for each row" in message for message in messages)
+        kinds = ValueError, tf.errors.InvalidArgumentError
+        model = make_step(views, Ours, **compiled)
+        call = partial(keras_dist.dist_fit, model, X, Y, batch_size=10, verbose=0)
+        raises_everywhere(kinds, call, "one entry for each row")

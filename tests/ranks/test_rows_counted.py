@@ -6,7 +6,6 @@ ROWS_FIRST=0 ROWS_COUNT=200 tries others, and more.
 import contextlib
 import os
 import random
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from claims import Ended
 from data_kinds import ARRAYS, KINDS
+from models import make_compiled
 
 import keras_dist
 from keras_dist.data.pipeline import as_untuned
 
-pytestmark = [pytest.mark.several_ranks, pytest.mark.three_ranks]
+pytestmark = [
+    pytest.mark.several_ranks,
+    pytest.mark.three_ranks,
+    pytest.mark.filterwarnings("error:Your input ran out of data"),
+]
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
 COUNT = int(os.environ.get("ROWS_COUNT", "16"))
@@ -99,11 +104,8 @@ class Scaled(keras.Model):
 @pytest.fixture(scope="module")
 def model():
     """One model for all cases: compiled once."""
-    made = Scaled()
-    made.compile(
-        keras.optimizers.SGD(1e-6), "mse", metrics=[TimesCounted()], run_eagerly=True
-    )
-    return made
+    how = {"metrics": [TimesCounted()], "run_eagerly": True}
+    return make_compiled(Scaled, keras.optimizers.SGD(1e-6), "mse", **how)
 
 
 def times(counts) -> Counter[int]:
@@ -118,10 +120,6 @@ def evaluated(model, case) -> Counter[int]:
         x, y, batch_size=case.batch_size, verbose=0, return_dict=True
     )
     return times(logs["counted"])
-
-
-class Ended(BaseException):
-    """Ends a fit at once; nothing of the package catches it."""
 
 
 class EndsAfter(keras.callbacks.Callback):
@@ -139,18 +137,11 @@ class EndsAfter(keras.callbacks.Callback):
 def trained(model, case, validation, epochs, **options):
     """For each epoch, rows that training and validation have counted."""
     x, y = case.data() if case.kind in ARRAYS else (case.data(), None)
-    history = keras_dist.dist_fit(
-        model,
-        x,
-        y,
-        batch_size=case.batch_size if case.kind in ARRAYS else None,
-        epochs=epochs,
-        shuffle=case.shuffle,
-        validation_data=validation.data(),
-        validation_batch_size=validation.batch_size,
-        verbose=0,
-        **options,
-    ).history
+    options |= {"epochs": epochs, "shuffle": case.shuffle, "verbose": 0}
+    options["batch_size"] = case.batch_size if case.kind in ARRAYS else None
+    options["validation_data"] = validation.data()
+    options["validation_batch_size"] = validation.batch_size
+    history = keras_dist.dist_fit(model, x, y, **options).history
     names = ("counted", "val_counted")
     return zip(*([times(c) for c in history[name]] for name in names), strict=True)
 
@@ -182,21 +173,18 @@ def check_training(model, training, validation, **options):
 
 
 @pytest.mark.parametrize("begin", range(FIRST, FIRST + COUNT, 20))
-def test_metrics_count_every_row_once(model, world, begin, tmp_path_factory):
+def test_metrics_count_every_row_once(model, world, begin, folder):
     """In evaluations and in trainings, also resumed ones, of all kinds of data."""
-    folder = keras_dist.broadcast(str(tmp_path_factory.mktemp("rows")))
     for seed in range(begin, min(begin + 20, FIRST + COUNT)):
         cases = drawn(seed, world.size)
         if cases is None:
             continue
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", "Your input ran out of data")
-                assert evaluated(model, cases[1]) == cases[1].counted()
-                if seed % TRAINS == 0:
-                    check_training(model, *cases)
-                kinds = [case.kind for case in cases]
-                if seed % TRAINS == 1 and "generator" not in kinds:
-                    check_resumed(model, *cases, f"{folder}/{seed}", seed % 7)
+            assert evaluated(model, cases[1]) == cases[1].counted()
+            if seed % TRAINS == 0:
+                check_training(model, *cases)
+            kinds = [case.kind for case in cases]
+            if seed % TRAINS == 1 and "generator" not in kinds:
+                check_resumed(model, *cases, f"{folder}/{seed}", seed % 7)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {cases}") from error

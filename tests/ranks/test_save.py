@@ -1,17 +1,24 @@
 """A model that all ranks save is there once, whole, and loads in plain Keras."""
 
-import functools
 import json
 import os
 import socket
 import threading
 import time
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import shortened
+from claims import (
+    assert_close,
+    assert_same_bits,
+    gather_errors,
+    raises_everywhere,
+    shortened,
+    slow_on_three,
+)
 from keras.saving import save_model  # before keras_dist, as most scripts have it
 
 import keras_dist
@@ -45,20 +52,6 @@ def store(request, monkeypatch):
 def met():
     """All ranks are here; they then go on within a millisecond or so."""
     keras_dist.gather(0)
-
-
-def on_all(value):
-    """The values of all ranks, also if one has another number of them."""
-    return keras_dist.gather(value)
-
-
-def attempt(work):
-    """The error of `work`, in words; a rank that fails must not leave the others."""
-    try:
-        work()
-    except Exception as error:
-        return repr(error)
-    return None
 
 
 def save_unzipped(model, path):
@@ -133,20 +126,18 @@ def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
 
     def save_and_load(path):
         save(model, path)
-        for own, other in zip(expected, load(path, model), strict=True):
-            np.testing.assert_allclose(own, other, rtol=1e-6)
+        assert_close(load(path, model), expected, 1e-6 if load is serve else 0)
 
     if load is not serve:  # exports have no folder of their own
         left = folder / f".keras_dist.{socket.gethostname()}.leftover"
         left.mkdir(exist_ok=True)
-    errors = []
     for number in range(times):
         path = str(folder / name.format(number))
         met()
-        errors.append(attempt(functools.partial(save_and_load, path)))
-    met()
-    errors += [path for path in folder.rglob(".keras_dist*") if path.exists()]
-    assert on_all(errors) == [[None] * times] * keras_dist.size()
+        errors = gather_errors(Exception, partial(save_and_load, path))
+        assert errors == [None] * keras_dist.size()
+    left = [path for path in folder.rglob(".keras_dist*") if path.exists()]
+    assert keras_dist.gather(left) == [[]] * keras_dist.size()
 
 
 @pytest.mark.three_ranks
@@ -166,7 +157,7 @@ def test_the_first_rank_alone_writes(model, folder, monkeypatch):
             loaded.layers[0].bias + 1, model.layers[0].bias.numpy()
         )
         met()
-    assert on_all(len(written)) == [2] + [0] * (keras_dist.size() - 1)
+    assert keras_dist.gather(len(written)) == [2] + [0] * (keras_dist.size() - 1)
 
 
 class Noted(keras.layers.Dense):
@@ -196,15 +187,15 @@ def test_another_save_of_the_same_path_damages_none(folder, store):
 
     object.__setattr__(layer, "calls", [wait_for_other, wait_for_load])
     met()
-    error = attempt(lambda: (model.save_weights(path), load_weights(path, model)))
+    load = partial(load_weights, path, model)
+    errors = gather_errors(Exception, lambda: (model.save_weights(path), load()))
     is_loaded.set()
     other.join()
-    error = error or attempt(lambda: load_weights(path, model))
-    assert on_all(error) == [None] * keras_dist.size()
+    errors += gather_errors(Exception, load)
+    assert errors == [None] * 2 * keras_dist.size()
 
 
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
+@slow_on_three
 def test_a_path_of_each_rank_is_written_by_it(model, folder, store):
     """And nobody waits for a save that the first rank does not make."""
     rank, size = keras_dist.rank(), keras_dist.size()
@@ -219,7 +210,7 @@ def test_a_path_of_each_rank_is_written_by_it(model, folder, store):
     assert {path.name for path in folder.iterdir()} == names | {"last.weights.h5"}
     for name in names:
         keras.models.load_model(folder / name)
-    assert max(on_all(seconds)) < 20
+    assert max(keras_dist.gather(seconds)) < 20
 
 
 def test_a_guarded_save_is_not_waited_for(model, folder):
@@ -238,22 +229,21 @@ def test_a_guarded_save_is_not_waited_for(model, folder):
         model.save(folder / "m.keras")
         for saved, name in ((encoder, "encoder.keras"), (model, "m.keras")):
             loaded = load_model(str(folder / name), saved)
-            for own, other in zip(saved.get_weights(), loaded, strict=True):
-                np.testing.assert_array_equal(own, other)
+            assert_same_bits(saved.get_weights(), loaded)
         met()
 
 
 def test_an_error_is_each_ranks_own(model, folder):
     """No rank waits for a file that the first one could not write."""
-    error = attempt(lambda: model.save(folder / "m.txt"))
-    assert all("Invalid filepath extension" in each for each in on_all(error))
     if keras_dist.rank() == 0:
         (folder / "file").write_text("no folder")
     met()
-    error = attempt(lambda: model.save(folder / "file" / "m.keras"))
-    assert None not in on_all(error)
-    error = attempt(lambda: model.save())
-    assert all("filepath" in each for each in on_all(error))
+    for arguments, text in (
+        ([folder / "m.txt"], "Invalid filepath extension"),
+        ([folder / "file" / "m.keras"], ""),
+        ([], "filepath"),
+    ):
+        raises_everywhere(Exception, partial(model.save, *arguments), text)
 
 
 def test_what_else_is_in_a_folder_stays(model, folder, store):

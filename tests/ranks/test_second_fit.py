@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import keras
 import numpy as np
@@ -10,12 +11,18 @@ import tensorflow as tf
 from claims import (
     assert_equal_to_the_bit,
     largest_difference,
+    shortened,
     train_on_one_process,
 )
+from models import make_compiled
 
 import keras_dist
 
 GIVEN = {"batch_size": 6, "shuffle": False, "verbose": 0}
+
+# As a script for one process calls them.
+plain_fit = partial(keras.Model.fit, **GIVEN)
+dist_fit = partial(keras_dist.dist_fit, batch="global", **GIVEN)
 
 
 class NotedSGD(keras.optimizers.SGD):
@@ -26,23 +33,14 @@ class NotedSGD(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-def make(**options):
+def two_layers():
+    return keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+
+
+def make():
     """A model with four weights, in a graph."""
-    keras.utils.set_random_seed(3)
-    hidden = keras.layers.Dense(4, activation="tanh")
-    model = keras.Sequential([hidden, keras.layers.Dense(1)])
-    optimizer = NotedSGD(0.1, momentum=0.9)
-    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=False, **options)
-    return model
-
-
-def dist_fit(model, *args, **kwargs):
-    """`dist_fit` as a script for one process calls it."""
-    return keras_dist.dist_fit(model, *args, batch="global", **{**GIVEN, **kwargs})
-
-
-def plain_fit(model, *args, **kwargs):
-    return model.fit(*args, **{**GIVEN, **kwargs})
+    how = {"metrics": ["mae"], "run_eagerly": False}
+    return make_compiled(two_layers, NotedSGD(0.1, momentum=0.9), "mse", **how)
 
 
 def assert_equals(run):
@@ -79,9 +77,7 @@ def test_a_fit_for_each_epoch_is_traced_once(rows):
     assert len(assert_equals(run).optimizer.noted) <= 2 * 4
 
 
-@pytest.mark.parametrize(
-    "is_trained_first", [False, pytest.param(True, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("is_trained_first", shortened([False, True], {False}))
 def test_trainable_is_that_of_the_traced_step(rows, is_trained_first):
     """Without `compile`, a switch between two fits changes nothing, as in Keras."""
     x, y = (array[:96] for array in rows)
@@ -116,10 +112,10 @@ def test_all_ranks_trace_if_one_has_to(rows, world):
     """
     x, y = (array[:96] for array in rows)
 
-    class Fails(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            raise KeyError("tea")
+    def fail(batch, logs):
+        raise KeyError("tea")
 
+    fails = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
     model = make()
     dist_fit(model, x, y)
     if world.rank == 1:
@@ -133,7 +129,7 @@ def test_all_ranks_trace_if_one_has_to(rows, world):
     dist_fit(model, x, y)
     assert len(model.optimizer.noted) == 8
     with pytest.raises((KeyError, RuntimeError), match="tea"):
-        dist_fit(model, x, y, callbacks=[Fails()])
+        dist_fit(model, x, y, callbacks=[fails])
     dist_fit(model, x, y)
     assert len(model.optimizer.noted) == 12
     assert_equal_to_the_bit(model)

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-import warnings
+from functools import partial
 
 import keras
 import numpy as np
@@ -13,12 +13,17 @@ from claims import (
     assert_equals_one_process,
     raises_everywhere,
     shortened,
+    slow_on_three,
 )
 
 import keras_dist
 from keras_dist.data.presharded import Presharded, divide_rows
 
+pytestmark = pytest.mark.several_ranks
 BATCH = 5
+
+# That data has ended is no warning, nor are rows that are left out.
+never_runs_out = pytest.mark.filterwarnings("error:Your input ran out of data")
 
 
 class Decoder:
@@ -61,15 +66,8 @@ def sources(x, y, decoder):
     }
 
 
-def fit(model, data, **arguments):
-    """Trains; that data has ended is no warning, nor are rows that are left out."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Your input ran out of data")
-        return keras_dist.dist_fit(model, data, verbose=0, **arguments)
-
-
+@never_runs_out
 @pytest.mark.three_ranks
-@pytest.mark.several_ranks
 @pytest.mark.parametrize(
     ("kind", "count"),
     shortened(
@@ -93,17 +91,11 @@ def test_divided_data_trains_as_one_process(rows, make_model, kind, count):
         validation = 2 * x[:32], y[:32]
         return {"x": 2 * x, "y": y, "batch_size": rows, "validation_data": validation}
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Your input ran out of data")
-        assert_equals_one_process(
-            make_model, data, BATCH, plain_data=plain_data, epochs=2
-        )
+    assert_equals_one_process(make_model, data, BATCH, plain_data=plain_data, epochs=2)
     assert decoder.of_all_ranks() <= 2 * count
 
 
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
-@pytest.mark.several_ranks
+@slow_on_three
 def test_divided_data_is_evaluated_and_predicted(world, rows, make_model):
     """All rows; each rank predicts its own. Fewer rows than ranks are an error."""
     x, y = rows
@@ -119,13 +111,11 @@ def test_divided_data_is_evaluated_and_predicted(world, rows, make_model):
             found = many.predict(data, verbose=0, gather=False)
             assert found == pytest.approx(predicted, abs=1e-6), kind
     for data in sources(x[:1], y[:1], decoder).values():
-        few = raises_everywhere(ValueError, lambda d=data: many.evaluate(d))
-        assert "at least one row of validation data" in few[0]
-        several = raises_everywhere(ValueError, lambda d=data: many.predict(d))
-        assert "are not gathered" in several[0]
+        few = "at least one row of validation data"
+        raises_everywhere(ValueError, partial(many.evaluate, data), few)
+        raises_everywhere(ValueError, partial(many.predict, data), "are not gathered")
 
 
-@pytest.mark.several_ranks
 def test_random_maps_are_no_error_and_nothing_is_compared(
     world, rows, make_model, capsys
 ):
@@ -152,7 +142,6 @@ def test_random_maps_are_no_error_and_nothing_is_compared(
 
 
 @pytest.mark.three_ranks
-@pytest.mark.several_ranks
 def test_files_belong_to_a_rank_each(world, make_model, capsys):
     """A rank that has no more rows takes part without rows, until no rank has any."""
     names = tf.data.Dataset.range(7).shuffle(7, seed=3)  # of 5 rows each
@@ -180,7 +169,7 @@ def test_files_belong_to_a_rank_each(world, make_model, capsys):
         assert "sharded before decoding, by row" in capsys.readouterr().out
 
 
-@pytest.mark.several_ranks
+@never_runs_out
 def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model):
     """Other data on a rank, other seeds, no seed, divided twice, few rows, repeated."""
     x, y = rows
@@ -191,6 +180,7 @@ def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model
         return finish(source.apply(shard)).batch(BATCH)
 
     other = tf.data.Dataset.from_tensor_slices((x + world.rank, y))
+    few = 50 if world.rank else 20
     wrong = Presharded(BATCH, (world.rank + 1) % world.size, world.size, data)
     for make, text in (
         (lambda: divide_rows(wrong).batch(BATCH), "for other ranks"),
@@ -200,21 +190,17 @@ def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model
         (lambda: divided(data.take(50 + world.rank)), "how `shard` divides"),
         (lambda: divided(data) if world.rank else data.batch(5), "how `shard` divides"),
         (lambda: divided(data.take(7), lambda r: r.repeat()), "repeated after it was"),
-        (lambda: divided(data, lambda r: uneven(r, world.rank)), "different numbers"),
+        (lambda: divided(data, lambda r: r.take(few)), "different numbers"),
         (lambda: divided(data.apply(shard)), "already divided"),
         (lambda: tf.data.Dataset.zip((divided(data), data)), "divided alike"),
         (lambda: divided(unseeded(data)), "without a seed before `shard`"),
     ):
-        call = lambda make=make: fit(make_model(), make(), steps_per_epoch=4)  # noqa: E731
-        if "repeated" not in text:
-            call = lambda make=make: fit(make_model(), make())  # noqa: E731
-        for message in raises_everywhere(ValueError, call):
-            assert text in message
+        steps = {"steps_per_epoch": 4} if "repeated" in text else {}
 
+        def train(make=make, steps=steps):
+            keras_dist.dist_fit(make_model(), make(), verbose=0, **steps)
 
-def uneven(rows, rank):
-    """Rows of one rank are left out after the division."""
-    return rows.take(50 if rank else 20)
+        raises_everywhere(ValueError, train, text)
 
 
 def unseeded(data):

@@ -4,19 +4,13 @@ Keras gives its optimizers one slice for each row that a batch reads. Most of th
 square each slice, and clip by each; so do N ranks.
 """
 
-import hashlib
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from cases import OPTIMIZERS, models_in, optimizer_names
-from claims import (
-    assert_equal_to_the_bit,
-    difference_of_states,
-    largest_difference,
-)
-from models import words
+from claims import assert_close, assert_equals_one_process, difference_of_states
+from models import make_compiled, words
 
 import keras_dist
 from keras_dist import comm
@@ -146,29 +140,7 @@ def test_an_optimizer_gets_the_slices_that_it_gets_on_one_process(world, way, dt
             dtype,
         )
     assert difference_of_states(ours, expected) <= TOLERANCES[dtype]
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in ours))
-    assert len(set(keras_dist.gather(digest.hexdigest()))) == 1
-
-
-def compiled(optimizer, make, **arguments):
-    """A model of the same initial weights at each call."""
-    keras.utils.set_random_seed(3)
-    model = make()
-    arguments = {"run_eagerly": True} | arguments
-    model.compile(optimizer, "mse", **arguments)
-    return model
-
-
-def trained(model, size):
-    """The trained model: on one process if `size` is given, otherwise on all ranks."""
-    # A last batch that is not full; XLA would compile all once more for it.
-    x, y = words(8 * keras_dist.size() if model.jit_compile is True else 22)
-    common = {"epochs": 1, "shuffle": False, "verbose": 0}
-    if size:
-        model.fit(x, y, batch_size=4 * size, **common)
-    else:
-        keras_dist.dist_fit(model, x, y, batch_size=4, lr_scaling="none", **common)
-    return model
+    assert len(set(keras_dist.gather(b"".join(map(np.ndarray.tobytes, ours))))) == 1
 
 
 class Twice(keras.Model):
@@ -221,36 +193,37 @@ class Positions(keras.Model):
         return self.last(keras.ops.sum(own[:, None] * distances, axis=(1, 2)))
 
 
-GRAPH = {"run_eagerly": False}
-
-
 @pytest.mark.parametrize(
     ("optimizer", "make", "arguments"),
     [
         pytest.param(
-            *("RMSprop {}", Twice, GRAPH | {"steps_per_execution": 2}),
-            marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
-        ),
-        pytest.param("Adam {}", WordsAndPositions, {}, marks=pytest.mark.several_ranks),
-        pytest.param(
-            *("Adam {}", Positions, GRAPH),
+            *("RMSprop {}", Twice, {"steps_per_execution": 2}),
             marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
         ),
         pytest.param(
-            *("Adagrad", Positions, GRAPH | {"jit_compile": True}),
+            *("Adam {}", WordsAndPositions, {"run_eagerly": True}),
+            marks=pytest.mark.several_ranks,
+        ),
+        pytest.param(
+            *("Adam {}", Positions, {}),
+            marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
+        ),
+        pytest.param(
+            *("Adagrad", Positions, {"jit_compile": True}),
             marks=[pytest.mark.several_ranks, pytest.mark.long],
         ),
     ],
 )
+@pytest.mark.usefixtures("in_float64")
 def test_a_way_to_train_equals_one_process(world, optimizer, make, arguments):
     """In a graph and with XLA; from tables read twice, or for all."""
-    with models_in("float64"):
-        expected = compiled(make_optimizer(optimizer), make, **arguments)
-        trained(expected, world.size)
-        model = compiled(make_optimizer(optimizer), make, **arguments)
-        trained(model, None)
-    assert largest_difference(model, expected) <= 1e-10
-    assert_equal_to_the_bit(model)
+    # A last batch that is not full; XLA would compile all once more for it.
+    count = 8 * world.size if "jit_compile" in arguments else 22
+
+    def compiled():
+        return make_compiled(make, make_optimizer(optimizer), "mse", **arguments)
+
+    assert_equals_one_process(compiled, words(count), 4, tolerance=1e-10)
 
 
 @pytest.mark.several_ranks
@@ -263,8 +236,7 @@ def test_positions_of_batches_of_different_lengths_equal_one_process(world):
     def tables():
         return [keras.Variable(own, dtype="float64") for own in start]
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
-    def loss_of(x):
+    def compute_loss(x):
         steps = keras.ops.arange(keras.ops.shape(x)[1])
         own = keras.ops.take(pair[0], x, axis=0) + keras.ops.take(pair[1], steps, 0)
         return keras.ops.sum(own**2)
@@ -272,14 +244,14 @@ def test_positions_of_batches_of_different_lengths_equal_one_process(world):
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def update(x):
         with tf.GradientTape() as tape:
-            loss = loss_of.python_function(x)
+            loss = compute_loss(x)
         handles = [table.value for table in pair]
         optimizer.apply(tape.gradient(loss, handles), pair)
 
     with models_in("float64"):
         pair = plain = tables()
         with tf.GradientTape(persistent=True) as tape:
-            losses = [loss_of.python_function(x) / world.size for x in batches]
+            losses = [compute_loss(x) / world.size for x in batches]
         own = [tape.gradient(loss, [table.value for table in pair]) for loss in losses]
         joined = tf.IndexedSlices(
             tf.concat([gradient[0].values for gradient in own], 0),
@@ -292,8 +264,7 @@ def test_positions_of_batches_of_different_lengths_equal_one_process(world):
         optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.1))
         optimizer.build(pair)
         update(batches[world.rank])
-    for table, expected in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(table.numpy(), expected.numpy(), rtol=1e-10)
+    assert_close(*([table.numpy() for table in each] for each in (ours, plain)), 1e-11)
 
 
 LOOKUPS = {

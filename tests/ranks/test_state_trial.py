@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import shortened, warned
+from claims import shortened, slow_on_three, warned
 from keras import ops
 
 import keras_dist
@@ -60,22 +60,13 @@ class Standardize(keras.layers.Layer):
 
     def build(self, shape):
         """Count and sum of rows."""
-        self.count, self.sum = (
-            self.add_weight(
-                shape=shape[1:],
-                initializer="zeros",
-                trainable=False,
-                name=name,
-                aggregation=self.aggregation,
-            )
-            for name in ("count", "sum")
-        )
-        self.steps = self.add_weight(
-            shape=(), dtype="int32", trainable=False, initializer="zeros", name="steps"
-        )
-        self.average = self.add_weight(
-            shape=shape[1:], trainable=False, initializer="zeros", name="average"
-        )
+        zeros = {"shape": shape[1:], "initializer": "zeros", "trainable": False}
+        added = zeros | {"aggregation": self.aggregation}
+        self.count = self.add_weight(name="count", **added)
+        self.sum = self.add_weight(name="sum", **added)
+        self.average = self.add_weight(name="average", **zeros)
+        number = zeros | {"shape": (), "dtype": "int32"}
+        self.steps = self.add_weight(name="steps", **number)
 
     def call(self, x, training=False):
         """The rows, unchanged: the gradients are a mean's."""
@@ -129,8 +120,7 @@ def test_what_does_not_add_up_is_said_once(world, how):
         assert f"standardize/count ({rows} from the batch, " in message
 
 
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
+@slow_on_three
 def test_what_says_how_it_is_combined_is_not(world):
     """By `merge_states`, or by the `aggregation` of its weights."""
     messages, _ = messages_of([Standardize("sum")], [Merges()])

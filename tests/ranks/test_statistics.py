@@ -3,12 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from claims import (
-    assert_equal_to_the_bit,
-    largest_difference,
-    shortened,
-    train_on_one_process,
-)
+from claims import assert_equal_to_the_bit, assert_equals_one_process, shortened
 from models import vectors
 
 import keras_dist
@@ -32,31 +27,21 @@ def make_model(is_synchronized, run_eagerly=True):
     return model
 
 
-def used(rows, world):
-    """Rows whose last global batch is ragged, but has at least one for every rank."""
-    x, y = rows
-    return 10.0 + x[:95], y[:95]
-
-
 @pytest.mark.parametrize("run_eagerly", shortened([True, False], {False}))
 def test_synchronized_layers_equal_one_process(world, rows, run_eagerly):
     """Weights, moving statistics and gradients, with ragged batches and masks."""
-    x, y = used(rows, world)
+    # The last global batch is ragged, but has at least one row for every rank.
+    x, y = 10.0 + rows[0][:95], rows[1][:95]
     x = np.repeat(x[:, None], 4, axis=1) * np.arange(1, 5)[:, None]
     # Sequences of different lengths: ranks differ in what they count.
     x[np.arange(4)[None, :] > np.arange(len(x))[:, None] % 4] = 0.0
-    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
-    # One rank is Keras's own, which synchronizes with less exact arithmetic.
-
-    def train():
-        plain = make_model(world.size == 1, run_eagerly)
-        return plain, plain.fit(x, y, batch_size=8 * world.size, **arguments)
-
-    expected = train_on_one_process(train)
-    model = make_model(True, run_eagerly)
-    keras_dist.dist_fit(model, x, y, batch_size=8, lr_scaling="none", **arguments)
-    assert largest_difference(model, expected) < 1e-5
-    assert_equal_to_the_bit(model)
+    model, *_ = assert_equals_one_process(
+        lambda: make_model(True, run_eagerly),
+        (x, y),
+        # One rank is Keras's own, which synchronizes with less exact arithmetic.
+        plain_make=lambda: make_model(world.size == 1, run_eagerly),
+        epochs=2,
+    )
     assert not any(mixin.has(layer, GlobalMoments) for layer in model.layers)
 
 
@@ -94,19 +79,13 @@ class Counters(keras.layers.Layer):
     """Counts rows and steps, with each rule for state without a gradient."""
 
     def build(self, shape):
-        def add(dtype, aggregation):
-            return self.add_weight(
-                shape=(),
-                dtype=dtype,
-                initializer="zeros",
-                trainable=False,
-                aggregation=aggregation,
-            )
+        def add(**rule):
+            return self.add_weight(initializer="zeros", trainable=False, **rule)
 
-        self.rows = add("int64", "sum")
-        self.total = add("float32", "sum")
-        self.steps = add("int64", "mean")
-        self.first = add("float32", "only_first_replica")
+        self.rows = add(dtype="int64", aggregation="sum")
+        self.total = add(dtype="float32", aggregation="sum")
+        self.steps = add(dtype="int64", aggregation="mean")
+        self.first = add(dtype="float32", aggregation="only_first_replica")
         self.built = True
 
     def call(self, x):

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-import warnings
+from functools import partial
 
 import data_kinds
 import keras
@@ -10,14 +10,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import (
+    Ended,
     assert_equal_to_the_bit,
+    gather_errors,
     largest_difference,
     raises_everywhere,
+    slow_on_three,
 )
 
 import keras_dist
 
+pytestmark = pytest.mark.several_ranks
 BATCH = 5
+
+# That data has ended is no warning, nor are rows that are left out.
+never_runs_out = pytest.mark.filterwarnings("error:Your input ran out of data")
+fit = partial(keras_dist.dist_fit, verbose=0)
 
 
 class Sequence(data_kinds.Sequence):
@@ -37,31 +45,16 @@ class Sequence(data_kinds.Sequence):
 
 def dataset_of(x, y):
     """A data set of known length."""
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    return data_kinds.BATCHES["batched"](x, y, BATCH)
 
 
 def unknown(x, y):
     """A data set of unknown length."""
-    return dataset_of(x, y).filter(lambda x, y: True)
+    return data_kinds.BATCHES["filtered batches"](x, y, BATCH)
 
 
-def generate(x, y, epochs=1):
-    """Batch after batch."""
-    for _ in range(epochs):
-        for start in range(0, len(x), BATCH):
-            yield x[start : start + BATCH], y[start : start + BATCH]
-
-
-def fit(model, data, **arguments):
-    """Trains; that data has ended is no warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Your input ran out of data")
-        return keras_dist.dist_fit(model, data, verbose=0, **arguments)
-
-
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
-@pytest.mark.several_ranks
+@never_runs_out
+@slow_on_three
 def test_every_kind_of_batches_is_sharded(world, rows, make_model, fit_plainly):
     """Weights and metrics of one process with the global batch, tail and all."""
     x, y = (array[:96] for array in rows)  # 20 batches, the last one of one row
@@ -92,7 +85,6 @@ def test_every_kind_of_batches_is_sharded(world, rows, make_model, fit_plainly):
             } | {19}
 
 
-@pytest.mark.several_ranks
 def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
     """Sharded, or used as already split if the ranks' batches differ."""
     x, y = rows
@@ -107,7 +99,7 @@ def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
         assert all((text in printed) == (world.rank == 0) for text in texts)
 
 
-@pytest.mark.several_ranks
+@never_runs_out
 def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
     """Changed differently by `on_epoch_end`, too short, of different kinds."""
     x, y = rows
@@ -117,30 +109,24 @@ def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
             order = np.random.default_rng().permutation(len(x))
             self.batches = Sequence(x[order], y[order]).batches
 
+    few = x[: 50 * world.rank], y[: 50 * world.rank]
     for data, text in (
         (Shuffled(x, y), "After `on_epoch_end`"),
         (dataset_of(x[:0], y[:0]), "There is no data to train on"),
         (Sequence(x[:0], y[:0]), "There is no data to train on"),
-        (generate(x[: 50 * world.rank], y), "There is no data"),
+        (data_kinds.generated(*few, BATCH), "There is no data"),
         (
             dataset_of(x, y) if world.rank else Sequence(x, y),
             "the kind of the training",
         ),
     ):
-        model = make_model()
-        call = lambda m=model, d=data: fit(m, d, epochs=2)  # noqa: E731
-        for message in raises_everywhere(ValueError, call):
-            assert text in message
-    for message in raises_everywhere(
-        ValueError,
-        lambda: fit(
-            make_model(), (x, y)[0], y=y, validation_data=dataset_of(x, y).take(0)
-        ),
-    ):
-        assert "nothing to validate on" in message
+        call = partial(fit, make_model(), data, epochs=2)
+        raises_everywhere(ValueError, call, text)
+    call = partial(fit, make_model(), x, y, validation_data=dataset_of(x, y).take(0))
+    raises_everywhere(ValueError, call, "nothing to validate on")
 
 
-@pytest.mark.several_ranks
+@never_runs_out
 def test_random_batches_are_sharded_by_index(world, rows, make_model, capsys):
     """Augmented at random: the same rows. Shuffled without a seed: the plan says so."""
     x, y = rows
@@ -163,15 +149,12 @@ def test_random_batches_are_sharded_by_index(world, rows, make_model, capsys):
         is_first = world.rank == 0
         assert ("each rank takes its index" in printed) == is_first
         assert ("shuffled without a seed" in printed) == (is_first and warns)
-    for message in raises_everywhere(
-        ValueError, lambda: fit(make_model(), x, y=y, validation_data=shuffled)
-    ):
-        assert "shuffled without a seed" in message
+    call = partial(fit, make_model(), x, y, validation_data=shuffled)
+    raises_everywhere(ValueError, call, "shuffled without a seed")
 
 
-@pytest.mark.several_ranks
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
+@never_runs_out
+@slow_on_three
 def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
     """In training, `evaluate` and validation, from generators and from sequences.
 
@@ -186,38 +169,28 @@ def test_an_error_in_one_ranks_data_is_raised_on_all(world, rows, make_model):
             return super().__getitem__(index)
 
     def broken():
-        for number, batch in enumerate(generate(x, y)):
+        for number, batch in enumerate(data_kinds.generated(x, y, BATCH)):
             if number >= 4 and world.rank == 1:
                 raise KeyError("tea")
             yield batch
 
-    def caught(call):
-        try:
-            call()
-        except (KeyError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-
-    expected = [
-        "KeyError: 'tea'" if rank == 1 else "RankError: On rank 1: KeyError: 'tea'"
-        for rank in range(world.size)
-    ]
+    expected = [("RankError", "On rank 1: KeyError: 'tea'")] * world.size
+    expected[1] = ("KeyError", "'tea'")
     model = make_model()
     distributed = keras_dist.DistributedModel(model, shard="none")
-    calls = [lambda: fit(model, broken())]
+    calls = [partial(fit, model, broken())]
     for data in (broken, lambda: Broken(x, y)):
+        validated = {"batch_size": 30, "validation_data": data(), "verbose": 0}
         calls += [
-            lambda data=data: distributed.evaluate(data(), verbose=0),
-            lambda data=data: distributed.fit(
-                x, y, batch_size=30, validation_data=data(), verbose=0
-            ),
+            partial(distributed.evaluate, data(), verbose=0),
+            partial(distributed.fit, x, y, **validated),
         ]
     for call in calls:
-        assert keras_dist.gather(caught(call)) == expected
+        assert gather_errors(Exception, call) == expected
     found = distributed.evaluate(x, y, verbose=0)  # the ranks are still in step
     assert found == keras_dist.broadcast(found)
 
 
-@pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_ranks_that_run_dry_stop_at_the_same_step(world, rows, make_model):
     """When no rank has a batch: all rows are trained on, as by one process."""
@@ -244,13 +217,7 @@ def test_ranks_that_run_dry_stop_at_the_same_step(world, rows, make_model):
     assert largest_difference(model, oracle) < 1e-5
 
 
-class Ended(BaseException):
-    """Ends a fit at once; nothing of the package catches it."""
-
-
-@pytest.mark.several_ranks
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
+@slow_on_three
 def test_each_update_is_counted_once(world, rows, folder):
     """Keras begins a step more where it cannot know the number of batches.
 
@@ -281,23 +248,15 @@ def test_each_update_is_counted_once(world, rows, folder):
     assert fit(1, add_up, **options) == 3 * 3
 
 
-@pytest.mark.several_ranks
 def test_a_file_larger_than_memory_is_never_copied(world, rows, tmp_path, make_model):
     """64 GiB that take no room on disk; and rows from a file equal memory's."""
     huge = np.memmap(tmp_path / "huge", "float32", "w+", shape=(2**20, 2**14))
     targets = np.memmap(tmp_path / "targets", "float32", "w+", shape=(2**20,))
     model = keras.Sequential([keras.Input((2**14,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=True)
-    keras_dist.dist_fit(
-        model,
-        huge,
-        targets,
-        batch_size=8,
-        steps_per_epoch=2 * world.size,
-        validation_data=(huge, targets),
-        validation_steps=world.size,
-        verbose=0,
-    )
+    given = {"batch_size": 8, "steps_per_epoch": 2 * world.size}
+    given |= {"validation_data": (huge, targets), "validation_steps": world.size}
+    fit(model, huge, targets, **given)
     assert int(model.optimizer.iterations) == 2
     x, y = rows
     on_disk = np.memmap(tmp_path / "x", "float64", "w+", shape=x.shape)
@@ -305,8 +264,6 @@ def test_a_file_larger_than_memory_is_never_copied(world, rows, tmp_path, make_m
     models = []
     for data in (x, on_disk):
         model = make_model()
-        keras_dist.dist_fit(
-            model, data, y, batch_size=8, validation_data=(data, y), verbose=0
-        )
+        fit(model, data, y, batch_size=8, validation_data=(data, y))
         models.append(model)
     assert largest_difference(*models) == 0

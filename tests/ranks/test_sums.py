@@ -7,8 +7,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, shortened, train_on_one_process, warned
+from claims import assert_equals_one_process, warned
 from keras import ops
+from models import Stepping
 
 import keras_dist
 
@@ -16,6 +17,17 @@ pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.normal(size=(22, 5)), RANDOM.normal(size=(22, 3))
+
+
+class Detects(keras.Sequential):
+    """Divides weights by the number of elements that count, as detectors do."""
+
+    function = None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        """A loss of Keras, with weights for each element."""
+        weights = self.function(ops.cast(x[:, :3] > 1, "float64"))
+        return super().compute_loss(x, y[..., None], y_pred[..., None], weights)
 
 
 class AddsLoss(keras.layers.Layer):
@@ -37,7 +49,7 @@ class Computes(keras.Sequential):
         return self.function(x, y, y_pred)
 
 
-class Steps(keras.Sequential):
+class Steps(Stepping, keras.Sequential):
     """Has a train step of its own, and logs its loss in two ways."""
 
     function = None
@@ -51,14 +63,11 @@ class Steps(keras.Sequential):
         """The metrics that Keras resets."""
         return [self.logged]
 
-    def train_step(self, data):
+    def loss_of(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.function(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(
-            zip(gradients, self.trainable_variables, strict=True)
-        )
+        return self.function(x, y, self(x, training=True))
+
+    def report(self, loss):
         self.logged.update_state(loss)
         return {"logged": self.logged.result(), "last": tf.reduce_sum(loss)}
 
@@ -76,18 +85,22 @@ def added(function):
     return keras.Sequential(layers(function)), "mse"
 
 
-def computed(function):
-    """A model that computes its loss itself."""
-    model = Computes(layers())
-    model.function = function
-    return model, None
+def calling(kind, loss=None):
+    """A function that makes a model of a class, which calls what it is given."""
+
+    def make(function):
+        model = kind(layers())
+        model.function = function
+        return model, loss
+
+    return make
 
 
-def stepped(function):
-    """A model with a train step of its own."""
-    model = Steps(layers())
-    model.function = function
-    return model, None
+computed, stepped = calling(Computes), calling(Steps)
+detected, detected_mean = (
+    calling(Detects, keras.losses.MeanSquaredError(reduction=reduction))
+    for reduction in ("sum", "sum_over_batch_size")
+)
 
 
 def compiled(loss):
@@ -102,28 +115,6 @@ def summed(reduction):
 
 def squares(y, p):
     return (y - p) ** 2
-
-
-class Detects(keras.Sequential):
-    """Divides weights by the number of elements that count, as detectors do."""
-
-    function = None
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-        """A loss of Keras, with weights for each element."""
-        weights = self.function(ops.cast(x[:, :3] > 1, "float64"))
-        return super().compute_loss(x, y[..., None], y_pred[..., None], weights)
-
-
-def detecting(reduction):
-    """A function that makes such a model."""
-
-    def made(function):
-        model = Detects(layers())
-        model.function = function
-        return model, keras.losses.MeanSquaredError(reduction=reduction)
-
-    return made
 
 
 def shared_out(mask):
@@ -179,45 +170,17 @@ CASES = {
     "compiled_sum": (compiled, lambda y, p: 0.1 * ops.sum(squares(y, p))),
     "compiled_mean": (compiled, lambda y, p: ops.mean(squares(y, p))),
     "Loss_sum": (summed, "sum"),
-    "weights_sum": (detecting("sum"), shared_out),
-    "weights_mean": (detecting("sum_over_batch_size"), shared_out),
-    "weights_by_mean": (
-        detecting("sum_over_batch_size"),
-        lambda mask: mask / (0.1 + ops.mean(mask)),
-    ),
+    "weights_sum": (detected, shared_out),
+    "weights_mean": (detected_mean, shared_out),
+    "weights_by_mean": (detected_mean, lambda mask: mask / (0.1 + ops.mean(mask))),
 }
 
 
-def trained(name, size, **compile_options):
-    """The model on one process and on all ranks; their logs, and the warnings."""
-    make, function = CASES[name]
-    # Outside of a fit, `sum_over_rows` marks a sum over the rows of all ranks, too.
-    functions = {"own_mixed": mixed}.get(name, function), function
-
-    def fit(method, function, **options):
-        model, loss = make(function)
-        optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
-        model.compile(optimizer, loss, **compile_options)
-        given = {"epochs": 2, "shuffle": False, "verbose": 0}
-        return model, method(model, X, Y, **given, **options)
-
-    with warned() as texts:
-        plain, function = functions
-        one = train_on_one_process(
-            lambda: fit(keras.Model.fit, plain, batch_size=8 * size)
-        )
-        many = fit(keras_dist.dist_fit, function, batch_size=8, lr_scaling=1.0)
-    return (one, many[0]), (one.history, many[1].history), texts
-
-
-def assert_equal(models, logs):
-    """The claim of this file."""
-    one, many = models
-    for own, of_many in zip(one.get_weights(), many.get_weights(), strict=True):
-        np.testing.assert_allclose(of_many, own, rtol=1e-10, atol=1e-12)
-    assert_equal_to_the_bit(many)
-    for key, values in logs[0].items():
-        np.testing.assert_allclose(logs[1][key], values, rtol=1e-10)
+def make_case(make, function, **compiled):
+    """The model of a case."""
+    model, loss = make(function)
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.9), loss, **compiled)
+    return model
 
 
 # How a model is compiled, the losses that are tried with it, and what `make test` runs.
@@ -249,26 +212,22 @@ def runs():
 
 
 @pytest.mark.parametrize(("name", "how"), runs())
-def test_a_loss_equals_one_process(world, name, how):
+def test_a_loss_equals_one_process(name, how):
     """Weights and logs, in a graph, without one, and with XLA."""
     option, _, is_off = how.partition("=")
-    models, logs, messages = trained(name, world.size, **{option: not is_off})
-    assert_equal(models, logs)
+    (make, function), how = CASES[name], {option: not is_off}
+    # Outside of a fit, `sum_over_rows` marks a sum over the rows of all ranks, too.
+    plain = mixed if name == "own_mixed" else function
+    with warned() as messages:
+        assert_equals_one_process(
+            lambda: make_case(make, function, **how),
+            (X, Y),
+            plain_make=lambda: make_case(make, plain, **how),
+            epochs=2,
+            tolerance=1e-11,
+        )
     wrong = ("differs from the gradient", "Training without XLA")
     assert not [m for m in messages if any(text in m for text in wrong)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    shortened([{"jit_compile": False}, {"run_eagerly": True}], [{"run_eagerly": True}]),
-)
-def test_a_loss_that_is_neither_is_said(world, options):
-    """In a step of its own, in a graph and without one."""
-    model, _ = stepped(root)
-    model.compile("sgd", **options)
-    with warned("differs from the gradient of the whole by") as found:
-        keras_dist.dist_fit(model, X, Y, batch_size=8, epochs=1, verbose=0)
-    assert len(found) == (world.rank == 0), found
 
 
 def test_more_elements_than_horovod_counts_are_an_error_on_all_ranks():

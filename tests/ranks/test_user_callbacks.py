@@ -3,14 +3,21 @@
 import contextlib
 import copy
 import pickle
-import resource
 import sys
 import types
+from functools import partial
 
 import keras
-import numpy as np
 import pytest
-from claims import assert_equal_to_the_bit, shortened, warned
+from claims import (
+    assert_equal_to_the_bit,
+    assert_same_bits,
+    gather_errors,
+    raises_everywhere,
+    shortened,
+    slow_on_three,
+    warned,
+)
 
 import keras_dist
 
@@ -33,26 +40,10 @@ class Fails(keras.callbacks.Callback):
 
 def fit(model, rows, *callbacks, **more):
     """Two epochs of a few steps, with an evaluation in each."""
-    arguments = {"batch_size": 8, "epochs": 2, "verbose": 0} | more
     x, y = (array[: 32 * keras_dist.size()] for array in rows)
-    return keras_dist.dist_fit(
-        model,
-        x,
-        y,
-        validation_data=(x[: 16 * keras_dist.size()], y[: 16 * keras_dist.size()]),
-        callbacks=list(callbacks),
-        **arguments,
-    )
-
-
-def raised(call):
-    """The error of each rank, as its type's name and its message."""
-    found = None
-    try:
-        call()
-    except Exception as error:
-        found = type(error).__name__, str(error)
-    return keras_dist.gather(found)
+    held_out = x[: 16 * keras_dist.size()], y[: 16 * keras_dist.size()]
+    given = {"batch_size": 8, "epochs": 2, "verbose": 0, "validation_data": held_out}
+    return keras_dist.dist_fit(model, x, y, callbacks=list(callbacks), **given | more)
 
 
 @several_ranks
@@ -61,7 +52,7 @@ def test_a_path_of_each_rank_is_that_of_the_first(rows, make_model, folder):
     path = f"{folder}/{keras_dist.rank()}.weights.h5"
     saves = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
     with warned("path of a ModelCheckpoint") as texts:
-        fit(make_model(), rows, saves, epochs=1, verbose=0)
+        fit(make_model(), rows, saves, epochs=1)
     assert len(texts) == (keras_dist.rank() == 0)
     assert saves.filepath == f"{folder}/0.weights.h5"
     make_model().load_weights(saves.filepath)
@@ -73,25 +64,21 @@ def test_a_callback_may_pickle_and_copy_the_model(rows, make_model):
 
     class Pickles(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            for made in (
-                pickle.loads(pickle.dumps(self.model)),
-                copy.deepcopy(self.model),
-            ):
+            pickled = pickle.loads(pickle.dumps(self.model))
+            for made in (pickled, copy.deepcopy(self.model)):
                 copies.append((made, self.model.get_weights()))
             pickle.loads(pickle.dumps(self.model.optimizer))
 
     model = make_model()
-    fit(model, rows, Pickles(), epochs=1, verbose=0)
+    fit(model, rows, Pickles(), epochs=1)
     assert len(copies) == 2
     for made, weights in copies:
         assert type(made) is type(model)
-        for one, other in zip(made.get_weights(), weights, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same_bits(made.get_weights(), weights)
 
 
-@pytest.mark.three_ranks
+@slow_on_three
 @several_ranks
-@pytest.mark.slow_on_three
 def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
     """At any hook: its own error there; elsewhere one that names the rank."""
     last = keras_dist.size() - 1
@@ -110,7 +97,8 @@ def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
         "on_train_end",
     ):
         first = int(model.optimizer.iterations)
-        errors = raised(lambda hook=hook: fit(model, rows, Fails(hook), epochs=1))
+        call = partial(fit, model, rows, Fails(hook), epochs=1)
+        errors = gather_errors(Exception, call)
         assert errors == [elsewhere] * last + [("KeyError", "'tea'")], hook
         if hook == "on_train_batch_end":  # raised at the second, agreed at the third
             steps = int(model.optimizer.iterations) - first
@@ -126,9 +114,8 @@ def test_an_error_in_an_evaluation_is_one_on_all(rows, make_model):
     last = keras_dist.size() - 1
     model = keras_dist.DistributedModel(make_model())
     for hook in ("on_test_batch_end", "on_test_end"):
-        errors = raised(
-            lambda hook=hook: model.evaluate(*rows, callbacks=[Fails(hook)], verbose=0)
-        )
+        how = {"callbacks": [Fails(hook)], "verbose": 0}
+        errors = gather_errors(Exception, partial(model.evaluate, *rows, **how))
         assert [kind for kind, _ in errors] == ["RankError"] * last + ["KeyError"]
     assert len(model.evaluate(*rows, verbose=0)) == 2
 
@@ -168,13 +155,12 @@ def test_a_marked_callback_runs_on_the_first_rank_only(world, rows, make_model):
 def test_a_collective_in_a_callback_of_one_rank_is_an_error_on_all(rows, make_model):
     """The others would not come to it."""
 
-    class Gathers(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            keras_dist.gather(epoch)
-
-    marked = keras_dist.first_rank_only(Gathers())
-    for _, message in raised(lambda: fit(make_model(), rows, marked, epochs=1)):
-        assert "no collective can be in it" in message
+    gathers = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: keras_dist.gather(epoch)
+    )
+    marked = keras_dist.first_rank_only(gathers)
+    call = partial(fit, make_model(), rows, marked, epochs=1)
+    raises_everywhere(Exception, call, "no collective can be in it")
 
 
 @several_ranks
@@ -193,8 +179,7 @@ def test_ranks_may_be_given_different_callbacks(world, rows, make_model, folder)
     writes = [keras_dist.first_rank_only(Writes())] if world.rank == 0 else []
     model = make_model()
     fit(model, rows, *writes, Reads())
-    for own, other in zip(model.get_weights(), twin.get_weights(), strict=True):
-        assert (own == other).all()
+    assert_same_bits(model.get_weights(), twin.get_weights())
 
 
 # Where the classes are defined that users import.
@@ -226,8 +211,7 @@ def stand_in(module, name):
     return found
 
 
-@pytest.mark.three_ranks
-@pytest.mark.slow_on_three
+@slow_on_three
 def test_trackers_run_on_the_first_rank_with_the_logs_of_all(rows, make_model):
     """Classes that inherit from theirs, too; the list is the same on all ranks."""
     callbacks = [stand_in(*names) for names in _TRACKERS]
@@ -241,44 +225,34 @@ def test_trackers_run_on_the_first_rank_with_the_logs_of_all(rows, make_model):
     assert history["effective_learning_rate"] == pytest.approx([expected] * 2)
 
 
-class _FullDisk(keras.callbacks.Callback):
-    """From the second epoch's end, the first rank cannot write files any more."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1 and keras_dist.rank() == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, self.before[1]))
-
-    def restore(self):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
-
-
 @pytest.mark.parametrize(
     "name", shortened(["model.keras", "model.weights.h5"], {"model.weights.h5"})
 )
-def test_a_full_disk_leaves_the_file_before(rows, make_model, folder, name):
+def test_a_full_disk_leaves_the_file_before(
+    rows, make_model, folder, name, limit_files
+):
     """Under `ModelCheckpoint`; all ranks raise, and no partial file is left."""
-    disk, model, before = _FullDisk(), make_model(), []
-    remembers = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: before.append(model.get_weights())
+    model, before = make_model(), []
+
+    def fill(epoch, logs):
+        if epoch == 1 and keras_dist.rank() == 0:
+            limit_files(3000)
+
+    watches = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: before.append(model.get_weights()),
+        on_epoch_end=fill,
     )
     saves = keras.callbacks.ModelCheckpoint(
         str(folder / name), save_weights_only="weights" in name
     )
-    try:
-        errors = raised(lambda: fit(model, rows, remembers, disk, saves))
-    finally:
-        disk.restore()
+    errors = gather_errors(Exception, lambda: fit(model, rows, watches, saves))
+    limit_files()
     assert None not in errors
     assert all(message.startswith("On rank 0: ") for _, message in errors[1:])
     assert [path.name for path in folder.iterdir()] == [name]
     twin = make_model(seed=8)
     twin.load_weights(folder / name)
-    for own, other in zip(before[1], twin.get_weights(), strict=True):
-        assert (own == other).all()
+    assert_same_bits(before[1], twin.get_weights())
 
 
 def test_autologging_logs_on_the_first_rank(rows, make_model, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import largest_difference
-from models import SUBJECTS
+from models import SUBJECTS, make_compiled
 
 import keras_dist
 from keras_dist.comm import transport
@@ -36,9 +36,7 @@ def sent(monkeypatch):
 def fit(name, optimizer, rows=48, **options):
     """Six steps of a model, on any number of ranks."""
     subject = SUBJECTS[name]
-    keras.utils.set_random_seed(3)
-    model = subject.make()
-    model.compile(optimizer, subject.loss, run_eagerly=True)
+    model = make_compiled(subject.make, optimizer, subject.loss, run_eagerly=True)
     x, y = subject.rows(rows * keras_dist.size())
     keras_dist.dist_fit(model, x, y, batch_size=8, epochs=1, verbose=0, **options)
     return model

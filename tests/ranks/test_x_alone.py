@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_equal_to_the_bit, distribute_jobs, shortened
+from data_kinds import Listed
+from models import Stepping, make_compiled
 
 import keras_dist
 
@@ -13,23 +15,7 @@ pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 ROWS = 26  # with batches of 4: the last ones are fewer, and one of them is smaller
 
 
-class Sequence(keras.utils.PyDataset):
-    """Batches of some structure of arrays."""
-
-    def __init__(self, x, batch_size):
-        super().__init__()
-        self.x, self.batch_size = x, batch_size
-
-    @property
-    def num_batches(self):
-        return -(-ROWS // self.batch_size)
-
-    def __getitem__(self, index):
-        rows = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        return keras.tree.map_structure(lambda array: array[rows], self.x)
-
-
-class Autoencoder(keras.Model):
+class Autoencoder(Stepping):
     """Trains on all that it is given, and keeps the structure of that."""
 
     def __init__(self):
@@ -37,30 +23,23 @@ class Autoencoder(keras.Model):
         self.layer = keras.layers.Dense(3)
         self.mean = keras.metrics.Mean(name="mean")
         self.structures = {}
-
-    def build(self, shape):
-        self.layer.build(shape)
+        self(np.zeros((1, 3)))
 
     def call(self, x):
         return self.layer(x)
 
-    def loss_of(self, data, name):
+    def loss_of(self, data, name="train"):
         self.structures[name] = structure_of(data)
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         losses = keras.ops.stack([mean_of_rows(self(x) - x) for x in leaves])
         self.mean.update_state(losses, tf.shape(leaves[0])[0])
         return keras.ops.mean(losses)
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(data, "train")
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+    def report(self, loss):
         return {"mean": self.mean.result()}
 
     def test_step(self, data):
-        self.loss_of(data, "test")
-        return {"mean": self.mean.result()}
+        return self.report(self.loss_of(data, "test"))
 
     @property
     def metrics(self):
@@ -94,17 +73,19 @@ def dataset(x, size):
     return tf.data.Dataset.from_tensor_slices(x).batch(size)
 
 
-def generator(x, size):
-    batches = Sequence(x, size)
-    return (batches[index] for index in range(batches.num_batches))
+def in_batches(x, size):
+    """A list of batches of some structure of arrays."""
+    ends = range(0, ROWS, size)
+    cut = [slice(end, end + size) for end in ends]
+    return [keras.tree.map_structure(lambda array, r=r: array[r], x) for r in cut]
 
 
 KINDS = {
     "arrays": lambda x, size: x,
     "data set": dataset,
     "filtered": lambda x, size: dataset(x, size).filter(lambda *_: tf.constant(True)),
-    "sequence": Sequence,
-    "generator": generator,
+    "sequence": lambda x, size: Listed(in_batches(x, size)),
+    "generator": lambda x, size: (batch for batch in in_batches(x, size)),
 }
 QUICK = {
     ("arrays", "alone"),
@@ -122,10 +103,8 @@ CASES = QUICK | {
 
 def trained(make, wrap, fit, size, validation_size=4, **arguments):
     rows = wrap(*np.random.default_rng(1).normal(size=(2, ROWS, 3)))
-    keras.utils.set_random_seed(5)
-    model = Autoencoder()
-    model(np.zeros((1, 3)))
-    model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    optimizer = keras.optimizers.SGD(0.1)
+    model = make_compiled(Autoencoder, optimizer, run_eagerly=True)
     x = make(rows, size)
     if hasattr(x, "shape") or isinstance(x, (dict, list)):
         arguments["batch_size"] = size
@@ -161,9 +140,7 @@ def test_evaluate_gives_two_inputs_without_targets_to_one_step(world):
     """`DistributedModel.evaluate` takes a list for the inputs, not for `(x, y)`."""
     generator = np.random.default_rng(1)
     inputs = [generator.normal(size=(ROWS, 3)) for _ in range(2)]
-    model = Autoencoder()
-    model(np.zeros((1, 3)))
-    model.compile("sgd", run_eagerly=True)
+    model = make_compiled(Autoencoder, "sgd", run_eagerly=True)
     expected = model.evaluate(inputs, verbose=0, return_dict=True)
     own = keras_dist.DistributedModel(model).evaluate(
         inputs, verbose=0, return_dict=True

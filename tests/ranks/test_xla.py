@@ -1,7 +1,5 @@
 """`jit_compile=True`: the same weights, and one warning if XLA cannot compile it."""
 
-import warnings
-
 import keras
 import pytest
 import tensorflow as tf
@@ -12,12 +10,24 @@ from claims import (
     train_on_one_process,
     warned,
 )
+from models import make_compiled
 
 import keras_dist
 
 pytestmark = pytest.mark.several_ranks
 
 ARGUMENTS = {"epochs": 1, "shuffle": False, "verbose": 0}
+
+
+def train_by_xla(x, y, *layers, kind=keras.Sequential, loss="mse"):
+    """A model with these layers that all ranks have trained."""
+
+    def make():
+        return kind([keras.Input((5,)), *layers, keras.layers.Dense(1)])
+
+    model = make_compiled(make, "sgd", loss, jit_compile=True)
+    keras_dist.dist_fit(model, x, y, batch_size=8, **ARGUMENTS)
+    return model
 
 
 class Uncompilable(keras.layers.Layer):
@@ -54,13 +64,10 @@ class TwoUpdates(keras.Model):
         return {"loss": loss}
 
 
-def test_a_model_that_xla_cannot_compile_trains_without(world, rows, make_model):
+def test_a_model_that_xla_cannot_compile_trains_without(world, rows):
     """It trains without XLA, with one warning on the first rank."""
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((5,)), Uncompilable(), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", jit_compile=True)
     with warned("without XLA") as lines:
-        keras_dist.dist_fit(model, *rows, batch_size=8, **ARGUMENTS)
+        model = train_by_xla(*rows, Uncompilable())
     assert len(lines) == (world.rank == 0)
     assert all("XLA cannot compile this model" in line for line in lines)
     assert_equal_to_the_bit(model)
@@ -79,9 +86,7 @@ def test_the_step_that_trains_is_the_one_that_xla_compiles(rows):
     """It is traced last, and by the function that XLA compiles, not beside it."""
     sees = Sees()
     object.__setattr__(sees, "graphs", [])
-    model = keras.Sequential([keras.Input((5,)), sees, keras.layers.Dense(1)])
-    model.compile("sgd", "mse", jit_compile=True)
-    keras_dist.dist_fit(model, *rows, batch_size=8, **ARGUMENTS)
+    train_by_xla(*rows, sees)
     assert sees.graphs[-1].startswith("_record")
 
 
@@ -94,20 +99,18 @@ class ChangesItsBatch(keras.Sequential):
         return keras.ops.mean((y["other"] - y_pred[:, 0]) ** 2)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_step_may_change_the_dicts_of_its_batch(rows):
     """In parts, too: a `tf.function` would be an error, and XLA left out."""
     x, y = rows
-    keras.utils.set_random_seed(1)
-    model = ChangesItsBatch([keras.Input((5,)), keras.layers.Dense(1)])
-    model.compile("sgd", jit_compile=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        keras_dist.dist_fit(model, x, {"own": y}, batch_size=8, **ARGUMENTS)
+    model = train_by_xla(x, {"own": y}, kind=ChangesItsBatch, loss=None)
     assert_equal_to_the_bit(model)
 
 
 class SeesPolicy(keras.Sequential):
     """Notes the dtype policy, and how Keras names a layer that its step makes."""
+
+    seen, names = set(), []
 
     def train_step(self, data):
         name = keras.layers.Dense(1, name=None).name
@@ -120,11 +123,7 @@ def test_a_step_that_is_compiled_in_parts_has_the_state_of_keras(rows):
     """XLA's first part is traced in another thread; Keras has a state for each."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        model = SeesPolicy([keras.Input((5,)), keras.layers.Dense(1)])
-        object.__setattr__(model, "seen", set())
-        object.__setattr__(model, "names", [])
-        model.compile("sgd", "mse", jit_compile=True)
-        keras_dist.dist_fit(model, *rows, batch_size=8, **ARGUMENTS)
+        model = train_by_xla(*rows, kind=SeesPolicy)
     finally:
         keras.config.set_dtype_policy("float32")
     assert model.seen == {("mixed_bfloat16", "dense")}
