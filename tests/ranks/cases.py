@@ -22,7 +22,7 @@ from claims import (
     read_by_keras,
     state_of,
 )
-from models import SUBJECTS
+from models import SUBJECTS, make_compiled
 
 import keras_dist
 
@@ -69,7 +69,7 @@ class Case:
     averaging: dict[str, Any] = field(default_factory=dict)
     factor: Callable[[int], float] = float
     tolerance: float = 1e-5
-    tested: str = "two"
+    tested: str = ""
     is_shared_tested: bool = False
     dtype: str = "float32"
     is_global: bool = False
@@ -159,11 +159,8 @@ class Case:
 
     def _compiled(self, name: str, rate: float) -> Any:
         subject = SUBJECTS[name]
-        keras.utils.set_random_seed(3)
-        model = subject.make()
         compiled = {"loss": subject.loss, "run_eagerly": True} | self.compiled
-        model.compile(self.optimizer(rate), **compiled)
-        return model
+        return make_compiled(subject.make, self.optimizer(rate), **compiled)
 
 
 # Arguments that each optimizer is tried with, beside its rate. One that Keras adds is
@@ -243,9 +240,9 @@ def _optimizers() -> dict[str, Any]:
     return made
 
 
-# How tests run a case: on two ranks, on three, or not at all, since other tests, or
-# cases beside it, are so like it that they can spare the time.
-ON_THREE, TABLE_ONLY = {"tested": "three"}, {"tested": ""}
+# How tests run a case: on two ranks, on three, or (without either) not at all, since
+# other tests, or cases beside it, are so like it that they can spare the time.
+ON_TWO, ON_THREE = {"tested": "two"}, {"tested": "three"}
 # Tests run it with `batch="global"`, too, on three ranks; `make equivalence` all.
 SHARED = {"is_shared_tested": True}
 
@@ -285,50 +282,41 @@ def _rmsprop(rate: float) -> Any:
 _TESTED = {
     # Its clipping couples variables; averaging, which is ours, is the same for all.
     "Nadam(global_clipnorm=0.02)": ON_THREE,
-    "SGD(momentum=0.9, nesterov=True, use_ema=True, weight_decay=0.01)": {},
-    "MultiOptimizer of a function": {},
+    "SGD(momentum=0.9, nesterov=True, use_ema=True, weight_decay=0.01)": ON_TWO,
+    "MultiOptimizer of a function": ON_TWO,
 }
 
 # By part and name: the model, the optimizer, and further arguments of `Case`.
 _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "optimizers": {
-        name: ("regularized", made, _TESTED.get(name, TABLE_ONLY))
+        name: ("regularized", made, _TESTED.get(name, {}))
         for name, made in _optimizers().items()
     }
-    | {
-        "ScheduleFreeAdamW in a graph": (
-            *("perceptron", _schedule_free, IN_GRAPH, TABLE_ONLY),
-        )
-    },
+    | {"ScheduleFreeAdamW in a graph": ("perceptron", _schedule_free, IN_GRAPH)},
     "accumulation": {
-        "three batches, clipped": ("regularized", _every_third, TABLE_ONLY),
-        "two batches, 101 rows": ("perceptron", every_second, LONG, SHARED),
+        "three batches, clipped": ("regularized", _every_third),
+        "two batches, 101 rows": ("perceptron", every_second, LONG, SHARED, ON_TWO),
         "two batches, odd epochs, in a graph": (
-            *("perceptron", every_second, LONG, _steps(2), TABLE_ONLY),
+            *("perceptron", every_second, LONG, _steps(2)),
             {"batch_size": 15},
         ),
-        "two batches of an embedding": ("embedding", every_second, TABLE_ONLY),
-        "mixed_float16 with two batches": (
-            *("half", every_second, TABLE_ONLY, {"tolerance": HALF}),
-        ),
+        "two batches of an embedding": ("embedding", every_second),
+        "mixed_float16 with two batches": ("half", every_second, {"tolerance": HALF}),
     },
     "data": {
-        "101 rows": ("perceptron", momentum, LONG, TABLE_ONLY),
+        "101 rows": ("perceptron", momentum, LONG),
         "101 rows, shuffled": (
             *("perceptron", adam, LONG, _given(shuffle=True), {"batch_size": 9}),
+            ON_TWO,
         ),
-        "a last batch of four rows": ("perceptron", momentum, {"rows": 52}, TABLE_ONLY),
-        "sample_weight": (
-            *("perceptron", adam, LONG, _given(sample_weight=WEIGHTS), TABLE_ONLY),
-        ),
-        "class_weight": (
-            *("perceptron", adam, LONG, _given(class_weight=BY_CLASS), TABLE_ONLY),
-        ),
+        "a last batch of four rows": ("perceptron", momentum, {"rows": 52}),
+        "sample_weight": ("perceptron", adam, LONG, _given(sample_weight=WEIGHTS)),
+        "class_weight": ("perceptron", adam, LONG, _given(class_weight=BY_CLASS)),
     },
     "mixed precision": {
         f"{policy}{scaled}, {loss}": (
             *(f"{policy}, {loss}", momentum, LONG, WITHOUT_XLA, {"tolerance": most}),
-            TABLE_ONLY if is_like else ON_THREE if "row" in loss else {},
+            {} if is_like else ON_THREE if "row" in loss else ON_TWO,
         )
         for policy, scaled, most in (
             ("mixed_float16", " with its loss scale", HALF),
@@ -338,80 +326,72 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
         for is_like in [loss == "a mean" or most == BRAIN]
     }
     | {
-        "mixed_float16": ("half", momentum, {"tolerance": HALF}, SHARED),
-        "mixed_bfloat16": ("brain", momentum, {"tolerance": BRAIN}, TABLE_ONLY),
-        "bfloat16": ("all brain", momentum, {"tolerance": 2 * BRAIN}, TABLE_ONLY),
+        "mixed_float16": ("half", momentum, {"tolerance": HALF}, SHARED, ON_TWO),
+        "mixed_bfloat16": ("brain", momentum, {"tolerance": BRAIN}),
+        "bfloat16": ("all brain", momentum, {"tolerance": 2 * BRAIN}),
     },
     "XLA": {
-        "SGD": ("perceptron", momentum, LONG, XLA, TABLE_ONLY),
-        "Adam, two batches an update": ("perceptron", every_second, XLA),
-        "a convolution": ("convolution", adam, XLA, TABLE_ONLY),
+        "SGD": ("perceptron", momentum, LONG, XLA),
+        "Adam, two batches an update": ("perceptron", every_second, XLA, ON_TWO),
+        "a convolution": ("convolution", adam, XLA),
     },
     "embeddings": {
-        "SGD, sent whole": ("embedding", momentum, TABLE_ONLY),
-        "SGD, sent as rows": ("large embedding", momentum, LONG, SHARED),
-        "as rows, in a graph": ("large embedding", sgd, IN_GRAPH, TABLE_ONLY),
-        "Adam, with XLA": ("embedding", adam, XLA, TABLE_ONLY),
+        "SGD, sent whole": ("embedding", momentum),
+        "SGD, sent as rows": ("large embedding", momentum, LONG, SHARED, ON_TWO),
+        "as rows, in a graph": ("large embedding", sgd, IN_GRAPH),
+        "Adam, with XLA": ("embedding", adam, XLA),
         "Adam, clipped, in a graph": (
-            *("embedding", functools.partial(adam, clipnorm=0.02)),
-            *(IN_GRAPH, TABLE_ONLY),
+            *("embedding", functools.partial(adam, clipnorm=0.02), IN_GRAPH),
         ),
     }
     | {
-        name: ("embedding", made, LONG, TABLE_ONLY)
+        name: ("embedding", made, LONG)
         for name, made in _optimizers().items()
         # A centered RMSprop is an error of Keras 3.15 itself, also on one process,
         # where rows come twice.
         if "centered" not in name
     }
-    | {
-        "RMSprop(momentum=0.5, clipnorm=0.02)": (
-            *("embedding", _rmsprop, LONG, TABLE_ONLY),
-        ),
-    },
+    | {"RMSprop(momentum=0.5, clipnorm=0.02)": ("embedding", _rmsprop, LONG)},
     "ways to train": {
-        "Sequential without Input": ("unbuilt", momentum),
-        "dicts in and out": ("two inputs", adam),
-        "repeated layer names": ("repeated names", momentum),
-        "compute_loss, add_loss, a spare variable": ("own loss", momentum),
-        "a train_step of one's own": ("own step", adam),
-        "pictures": ("convolution", adam, TABLE_ONLY),
+        "Sequential without Input": ("unbuilt", momentum, ON_TWO),
+        "dicts in and out": ("two inputs", adam, ON_TWO),
+        "repeated layer names": ("repeated names", momentum, ON_TWO),
+        "compute_loss, add_loss, a spare variable": ("own loss", momentum, ON_TWO),
+        "a train_step of one's own": ("own step", adam, ON_TWO),
+        "pictures": ("convolution", adam),
         "four steps an execution, and a tail": (
-            *("perceptron", momentum, _steps(4), TABLE_ONLY, {"batch_size": 7}),
+            *("perceptron", momentum, _steps(4), {"batch_size": 7}),
         ),
     },
     "statistics": {
         "BatchNormalization(synchronized=True)": (
-            *("normalized", sgd, {"rows": 95}, TABLE_ONLY, SHARED),
+            *("normalized", sgd, {"rows": 95}, SHARED),
         ),
-        "the same, Adam, in a graph": (
-            *("normalized", adam, {"rows": 95}, IN_GRAPH, TABLE_ONLY),
-        ),
+        "the same, Adam, in a graph": ("normalized", adam, {"rows": 95}, IN_GRAPH),
         "the same, two steps an execution": (
-            *("normalized", adam, {"rows": 95}, _steps(2), TABLE_ONLY),
+            *("normalized", adam, {"rows": 95}, _steps(2)),
         ),
         "the same in float64, where rounding cannot hide an error": (
             *("normalized", functools.partial(adam, global_clipnorm=0.05)),
             {"rows": 18, "batch_size": 4, "tolerance": EXACT, "dtype": "float64"},
+            ON_TWO,
         ),
     },
     "losses": {
         "padded words": ("tagger", momentum, LONG, ON_THREE),
         'reduction="sum"': (
-            *("regularized", momentum, LONG, SHARED, {"compiled": ADDS_UP}),
+            *("regularized", momentum, LONG, SHARED, {"compiled": ADDS_UP}, ON_TWO),
         ),
     },
     "options": {
         'op="sum"': (
-            *("perceptron", sgd, {"options": {"lr_scaling": "none"}}),
+            *("perceptron", sgd, {"options": {"lr_scaling": "none"}}, ON_TWO),
             {"averaging": {"op": "sum"}},
         ),
-        'compression="fp16"': ("perceptron", momentum, _sends("fp16", HALF)),
-        'compression="bf16"': (
-            *("perceptron", momentum, _sends("bf16", BRAIN), TABLE_ONLY),
-        ),
+        'compression="fp16"': ("perceptron", momentum, _sends("fp16", HALF), ON_TWO),
+        'compression="bf16"': ("perceptron", momentum, _sends("bf16", BRAIN)),
         'lr_scaling="sqrt"': (
-            *("perceptron", sgd, {"options": {"lr_scaling": "sqrt"}}, TABLE_ONLY),
+            *("perceptron", sgd, {"options": {"lr_scaling": "sqrt"}}),
             {"factor": math.sqrt},
         ),
     },

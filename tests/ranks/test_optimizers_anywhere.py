@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_close, assert_equal_to_the_bit, shortened
+from models import update
 
 import keras_dist
 from keras_dist.optimizer import is_distributed, optimizers_of
@@ -73,12 +74,10 @@ class Gan(keras.Model):
             with tf.GradientTape() as tape:
                 score = self.critic(self.generator(x)) - self.critic(x)
                 loss = keras.ops.mean(keras.ops.square(score - y))
-            weights = self.critic.trainable_variables
-            of_critic.apply(tape.gradient(loss, weights), weights)
+            update(tape, loss, of_critic, self.critic)
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(self(x) - y))
-        weights = self.generator.trainable_variables
-        of_generator.apply(tape.gradient(loss, weights), weights)
+        update(tape, loss, of_generator, self.generator)
         return {"loss": loss}
 
 

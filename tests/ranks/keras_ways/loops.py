@@ -1,16 +1,12 @@
 """What scripts do around `fit`: callbacks, several fits, rates, optimizers."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import psutil
-import tensorflow as tf
 from data_kinds import Sequence
 from keras import ops
 
-from keras_ways.data import floats, integers, perceptron
-from keras_ways.generative import update
+from keras_ways.data import Guided, floats, integers, perceptron
 from keras_ways.way import ROWS, Registry
 
 LOOPS = Registry("around fit")
@@ -19,7 +15,7 @@ LOOPS = Registry("around fit")
 class Centralized(keras.optimizers.RMSprop):
     """An optimizer of the user's: the mean of each gradient is subtracted."""
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient, variable, learning_rate):
         if len(gradient.shape) > 1:
             axes = list(range(len(gradient.shape) - 1))
             gradient -= ops.mean(gradient, axis=axes, keepdims=True)
@@ -35,20 +31,20 @@ def centralized(run):
 class Signed(keras.optimizers.Optimizer):
     """An optimizer of the user's from the ground up, with a state and `apply`."""
 
-    def __init__(self, learning_rate: Any = 0.01, **arguments: Any) -> None:
+    def __init__(self, learning_rate=0.01, **arguments):
         super().__init__(learning_rate=learning_rate, **arguments)
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables):
         if not self.built:
             super().build(variables)
             self.slow = [self.add_variable_from_reference(v, "slow") for v in variables]
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads, trainable_variables=None):
         norm = ops.sqrt(sum(ops.sum(ops.square(gradient)) for gradient in grads))
         scaled = [gradient / (1 + norm) for gradient in grads]
         super().apply(scaled, trainable_variables)
 
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient, variable, learning_rate):
         slow = self.slow[self._get_variable_index(variable)]
         self.assign(slow, 0.9 * slow + gradient)
         self.assign_sub(variable, learning_rate * ops.tanh(slow))
@@ -63,10 +59,10 @@ def users_optimizer(run):
 class PerGlobalStep(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule as one process with the global batch has to read it."""
 
-    def __init__(self, inner: Any, size: int) -> None:
+    def __init__(self, inner, size):
         self.inner, self.size = inner, size
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step):
         return self.inner(step * self.size) * self.size
 
 
@@ -129,18 +125,18 @@ def several_fits(run):
     x, y = floats(5), floats(1, seed=1)
     first = run.fit(model, x, y)
     second = run.fit(model, x, y, epochs=3, initial_epoch=1)
-    other = tf.data.Dataset.from_tensor_slices((x[::-1], y)).batch(run.batch_size)
-    return model, first, second, run.fit(model, other, validation_data=(x[:9], y[:9]))
+    third = run.fit(model, run.batches(x[::-1], y), validation_data=(x[:9], y[:9]))
+    return model, first, second, third
 
 
 class Watching(keras.callbacks.Callback):
     """Predicts and evaluates at the end of each epoch."""
 
-    def __init__(self, x: Any, y: Any) -> None:
+    def __init__(self, x, y):
         super().__init__()
         self.x, self.y, self.seen = x, y, []
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch, logs=None):
         self.seen.append(self.model.predict(self.x, verbose=0))
         found = self.model.evaluate(self.x, self.y, verbose=0, return_dict=True)
         self.seen.append(found["loss"])
@@ -160,11 +156,11 @@ def watching(run):
 class Painting(keras.callbacks.Callback):
     """Writes pictures that the model makes, as the monitors of GANs do."""
 
-    def __init__(self, folder: Any) -> None:
+    def __init__(self, folder):
         super().__init__()
         self.folder = folder
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch, logs=None):
         latent = np.linspace(-1, 1, 10).reshape(2, 5)
         pictures = ops.convert_to_numpy(self.model(latent)).reshape(2, 4, 4, 1)
         for index, picture in enumerate(pictures):
@@ -176,10 +172,8 @@ class Painting(keras.callbacks.Callback):
 @LOOPS.way("pictures written in on_epoch_end")
 def painting(run):
     model = run.compile(perceptron(4, 16, inputs=5), "adam", "mse")
-    callbacks = [Painting(run.folder)]
-    history = run.fit(
-        model, floats(5), floats(16, seed=1), epochs=2, callbacks=callbacks
-    )
+    given = {"epochs": 2, "callbacks": [Painting(run.folder)]}
+    history = run.fit(model, floats(5), floats(16, seed=1), **given)
     names = [f"{i}_{e}" for e in range(2) for i in range(2)]
     paths = [run.folder / f"{keras.config.floatx()}_{name}.png" for name in names]
     pictures = [
@@ -194,14 +188,14 @@ def painting(run):
 class Interrupting(keras.callbacks.Callback):
     """The user's Ctrl-C, in the second batch of the second epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.epoch = 0
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch, logs=None):
         if (self.epoch, batch) == (1, 1):
             raise KeyboardInterrupt
 
@@ -220,30 +214,8 @@ def interrupted(run):
     return before, model, run.fit(model, x, y)
 
 
-class OwnStep(keras.Model):
-    """The guide's train step: sample weights, metrics, and a test step."""
-
-    def train_step(self, data: Any) -> Any:
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
-        update(tape, loss, self.optimizer, self)
-        return self._logged(loss, y, y_pred, weight)
-
-    def test_step(self, data: Any) -> Any:
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = self(x, training=False)
-        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
-        return self._logged(loss, y, y_pred, weight)
-
-    def _logged(self, loss: Any, y: Any, y_pred: Any, weight: Any) -> Any:
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=ops.shape(y)[0])
-            else:
-                metric.update_state(y, y_pred, sample_weight=weight)
-        return {metric.name: metric.result() for metric in self.metrics}
+class OwnStep(Guided, keras.Model):
+    """A functional model with that step."""
 
 
 @LOOPS.way(
@@ -263,11 +235,11 @@ def own_step(run):
 class Likelihood(keras.layers.Layer):
     """An endpoint layer: it takes the targets, and adds its loss and a metric."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.accuracy = keras.metrics.BinaryAccuracy(name="acc")
 
-    def call(self, targets: Any, logits: Any) -> Any:
+    def call(self, targets, logits):
         losses = keras.losses.binary_crossentropy(targets, logits, from_logits=True)
         self.add_loss(ops.mean(losses))
         self.accuracy.update_state(targets, ops.sigmoid(logits))
@@ -289,9 +261,7 @@ def endpoint(run):
 class SumOfLosses(keras.Model):
     """`compute_loss` of the user's, which adds up the rows."""
 
-    def compute_loss(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any
-    ) -> Any:
+    def compute_loss(self, x, y, y_pred, sample_weight=None, **_):
         return ops.sum(ops.square(y - y_pred)) + 0.1 * ops.mean(ops.abs(y_pred))
 
 

@@ -1,21 +1,23 @@
 """KerasHub: language models and classifiers."""
 
-from typing import Any
-
 import keras
 import keras_hub
 import numpy as np
-import tensorflow as tf
 from keras_ways.data import integers, padded
 from keras_ways.way import ROWS, Registry
 
 HUB = Registry("KerasHub")
 
 _LENGTH = 8
+# Backbones of two layers.
+_SMALL = {"num_layers": 2, "hidden_dim": 8, "intermediate_dim": 16}
+_DECODER = _SMALL | {"vocabulary_size": 40}
+_GROUPED = _DECODER | {"num_query_heads": 2, "num_key_value_heads": 1}
+_HEADS = {"num_heads": 2, "dropout": 0.0, "max_sequence_length": _LENGTH}
 _WORDS = ["the", "rank", "sends", "what", "it", "sums", "and", "waits"]
 
 
-def sentences() -> list[str]:
+def sentences():
     """A sentence for each row, of one to eight words."""
     order = integers(len(_WORDS), len(_WORDS))
     lengths = 1 + np.arange(ROWS) * 5 % len(_WORDS)
@@ -25,29 +27,20 @@ def sentences() -> list[str]:
     ]
 
 
-def tokens(vocabulary_size: int) -> tuple[Any, Any, Any]:
+def tokens():
     """Padded tokens, the tokens that follow them, and which of these count."""
-    ids = padded(vocabulary_size, _LENGTH + 1)
+    ids = padded(40, _LENGTH + 1)
     x = {"token_ids": ids[:, :-1], "padding_mask": (ids[:, :-1] > 0).astype("int32")}
     return x, ids[:, 1:], (ids[:, 1:] > 0).astype(keras.config.floatx())
 
 
-def gpt2(preprocessor: Any = None, vocabulary_size: int = 40, **kwargs: Any) -> Any:
+def gpt2(preprocessor=None, **kwargs):
     """A GPT-2 of two layers."""
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=vocabulary_size,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        dropout=0.0,
-        max_sequence_length=_LENGTH,
-        **kwargs,
-    )
+    backbone = keras_hub.models.GPT2Backbone(**_DECODER, **_HEADS, **kwargs)
     return keras_hub.models.GPT2CausalLM(backbone, preprocessor=preprocessor)
 
 
-def gpt2_preprocessor() -> Any:
+def gpt2_preprocessor():
     """A tokenizer of letters and of some merged ones."""
     letters = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ"]
     pairs = ["t h", "th e", "Ġ the", "i t"]
@@ -60,41 +53,25 @@ def gpt2_preprocessor() -> Any:
     )
 
 
-def gemma(**kwargs: Any) -> Any:
+def gemma(**kwargs):
     """A Gemma of two layers."""
-    backbone = keras_hub.models.GemmaBackbone(
-        vocabulary_size=40,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=8,
-        intermediate_dim=16,
-        head_dim=4,
-        **kwargs,
-    )
+    backbone = keras_hub.models.GemmaBackbone(**_GROUPED, head_dim=4, **kwargs)
     return keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
 
 
-def mixtral(balancing: float) -> Any:
+def mixtral(balancing):
     """A Mixtral of two layers, each of four experts of which a token takes two.
 
     Args:
         balancing: Coefficient of the loss that balances the load of the experts.
     """
     backbone = keras_hub.models.MixtralBackbone(
-        vocabulary_size=40,
-        num_layers=2,
-        num_query_heads=2,
-        num_key_value_heads=1,
-        hidden_dim=8,
-        intermediate_dim=16,
-        num_experts=4,
-        router_aux_loss_coef=balancing,
+        **_GROUPED, num_experts=4, router_aux_loss_coef=balancing
     )
     return keras_hub.models.MixtralCausalLM(backbone, preprocessor=None)
 
 
-def next_token() -> dict[str, Any]:
+def next_token():
     """Loss and metrics of a language model."""
     return {
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -102,23 +79,14 @@ def next_token() -> dict[str, Any]:
     }
 
 
-def train_tokens(run: Any, model: Any, **how: Any) -> Any:
+def train_tokens(run, model, **how):
     """Two epochs from arrays of tokens, with a validation."""
     optimizer = how.pop("optimizer", None) or keras.optimizers.Adam(1e-3)
     run.compile(model, optimizer, metrics=None, **next_token(), **how)
-    x, y, weights = tokens(40)
+    x, y, weights = tokens()
     some = {name: array[:9] for name, array in x.items()}
-    validation_data = some, y[:9], weights[:9]
-    history = run.fit(
-        model,
-        x,
-        y,
-        sample_weight=weights,
-        epochs=2,
-        lr_scaling="none",
-        validation_data=validation_data,
-    )
-    return model, history
+    given = {"sample_weight": weights, "validation_data": (some, y[:9], weights[:9])}
+    return model, run.fit(model, x, y, epochs=2, **given)
 
 
 # Decorators are applied from the last to the first, which is the order of the ways. A
@@ -168,27 +136,24 @@ def low_rank(run, make, is_int8):
 def gpt2_strings(run):
     model = gpt2(gpt2_preprocessor())
     run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
-    history = run.fit(
-        model, sentences(), epochs=2, validation_data=(sentences()[:9], None)
-    )
-    return model, history
+    given = {"epochs": 2, "validation_data": (sentences()[:9], None)}
+    return model, run.fit(model, sentences(), **given)
 
 
 @HUB.way("GPT-2 from strings, by its own compile and with XLA", is_traced=True)
 def gpt2_default(run):
     model = run.compile(gpt2(gpt2_preprocessor()), jit_compile=True)
-    return model, run.fit(model, sentences(), epochs=2, lr_scaling="none")
+    return model, run.fit(model, sentences(), epochs=2)
 
 
 @HUB.way("GPT-2 from a data set of strings", is_traced=True)
 def gpt2_dataset(run):
     model = gpt2(gpt2_preprocessor())
     run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
-    data = tf.data.Dataset.from_tensor_slices(sentences()).batch(run.batch_size)
-    return model, run.fit(model, data, epochs=2)
+    return model, run.fit(model, run.batches(sentences()), epochs=2)
 
 
-def bert() -> Any:
+def bert():
     """A classifier of sentences in three classes."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     preprocessor = keras_hub.models.BertTextClassifierPreprocessor(
@@ -196,20 +161,14 @@ def bert() -> Any:
         sequence_length=_LENGTH,
     )
     backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=len(special) + len(_WORDS),
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=16,
-        dropout=0.0,
-        max_sequence_length=_LENGTH,
+        vocabulary_size=len(special) + len(_WORDS), **_SMALL, **_HEADS
     )
     return keras_hub.models.BertTextClassifier(
         backbone, num_classes=3, preprocessor=preprocessor, dropout=0.0
     )
 
 
-def classifying() -> dict[str, Any]:
+def classifying():
     """Loss and metrics of a classifier."""
     return {
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -221,28 +180,25 @@ def classifying() -> dict[str, Any]:
 def bert_strings(run):
     model, y = bert(), integers(3)
     run.compile(model, keras.optimizers.AdamW(1e-3), **classifying())
-    history = run.fit(
-        model, sentences(), y, epochs=2, validation_data=(sentences()[:9], y[:9])
-    )
-    return model, history
+    given = {"epochs": 2, "validation_data": (sentences()[:9], y[:9])}
+    return model, run.fit(model, sentences(), y, **given)
 
 
 @HUB.way("BERT classifier from a data set of strings", is_traced=True, on_three=True)
 def bert_dataset(run):
     model = bert()
     run.compile(model, keras.optimizers.AdamW(1e-3), **classifying())
-    rows = tf.data.Dataset.from_tensor_slices((sentences(), integers(3)))
-    return model, run.fit(model, rows.batch(run.batch_size), epochs=2)
+    data = run.batches(sentences(), integers(3))
+    return model, run.fit(model, data, epochs=2)
 
 
 @HUB.way("BERT classifier from strings, by its own compile", is_traced=True)
 def bert_default(run):
     model = run.compile(bert())
-    history = run.fit(model, sentences(), integers(3), epochs=2, lr_scaling="none")
-    return model, history
+    return model, run.fit(model, sentences(), integers(3), epochs=2)
 
 
-def vit() -> Any:
+def vit():
     """A classifier of pictures in three classes."""
     converter = keras_hub.layers.ViTImageConverter(image_size=(16, 16), scale=1 / 255)
     preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(converter)
@@ -264,23 +220,21 @@ def vit_pictures(run):
     model = vit()
     run.compile(model, keras.optimizers.SGD(0.1), **classifying())
     x, y = integers(256, 20, 20, 3).astype("uint8"), integers(3)
-    history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
-    return model, history
+    return model, run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
 
 
 @HUB.way("ViT classifier by its own compile, from a data set, with XLA", is_traced=True)
 def vit_default(run):
     model = run.compile(vit(), jit_compile=True)
-    rows = integers(256, 20, 20, 3).astype("uint8"), integers(3)
-    data = tf.data.Dataset.from_tensor_slices(rows).batch(run.batch_size)
-    return model, run.fit(model, data, epochs=2, lr_scaling="none")
+    data = run.batches(integers(256, 20, 20, 3).astype("uint8"), integers(3))
+    return model, run.fit(model, data, epochs=2)
 
 
 @keras.saving.register_keras_serializable()
 class Pyramid(keras.Model):
     """Convolutions, and their outputs of three sizes."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs):
         image = keras.Input((64, 64, 3))
         conv = {"padding": "same", "activation": "tanh"}
         x = keras.layers.Conv2D(4, 3, strides=4, **conv)(image)
@@ -291,12 +245,12 @@ class Pyramid(keras.Model):
         super().__init__(image, x, **kwargs)
         self.pyramid_outputs = levels
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self):
         """Its name."""
         return {"name": self.name}
 
 
-def retinanet() -> Any:
+def retinanet():
     """A detector of three classes in pictures of 64 by 64."""
     backbone = keras_hub.models.RetinaNetBackbone(
         Pyramid(), min_level=3, max_level=5, use_p5=False, image_shape=(64, 64, 3)
@@ -306,7 +260,7 @@ def retinanet() -> Any:
     )
 
 
-def boxes() -> dict[str, Any]:
+def boxes():
     """Up to three boxes for each picture, and none in some."""
     low, size = integers(28, 3, 2), 8 + integers(28, 3, 2, seed=1)
     labels = integers(3, 3)
@@ -326,5 +280,5 @@ def retinanet_arrays(run):
     x = integers(256, 64, 64, 3) / 255
     run.compile(model, keras.optimizers.SGD(1e-3, momentum=0.9))
     some = {name: array[:9] for name, array in y.items()}
-    history = run.fit(model, x, y, epochs=2, lr_scaling="none")
+    history = run.fit(model, x, y, epochs=2)
     return model, history, model.evaluate(x[:9], some, verbose=0)

@@ -1,8 +1,5 @@
 """Models of `keras.applications`, from a folder of pictures."""
 
-from pathlib import Path
-from typing import Any
-
 import keras
 import numpy as np
 from keras_ways.data import integers
@@ -13,7 +10,7 @@ import keras_dist
 PICTURES = Registry("keras.applications")
 
 
-def write_pictures(folder: Path) -> None:
+def write_pictures(folder):
     """A folder for each of two classes."""
     values, labels = integers(256, 40, 40, 3).astype("uint8"), np.arange(ROWS) % 2
     for index, (value, label) in enumerate(zip(values, labels, strict=True)):
@@ -22,7 +19,7 @@ def write_pictures(folder: Path) -> None:
         keras.utils.save_img(path, value)
 
 
-def dataset(run: Any) -> Any:
+def dataset(run):
     """The pictures, in an order that a seed gives; one rank writes them for all."""
     folder = run.folder / "pictures"
     if run.is_oracle:
@@ -31,16 +28,11 @@ def dataset(run: Any) -> Any:
         with keras_dist.first_rank() as is_first:
             if is_first:
                 write_pictures(folder)
-    return keras.utils.image_dataset_from_directory(
-        folder,
-        image_size=(32, 32),
-        batch_size=run.batch_size,
-        seed=3,
-        verbose=False,
-    )
+    given = {"image_size": (32, 32), "batch_size": run.batch_size, "seed": 3}
+    return keras.utils.image_dataset_from_directory(folder, verbose=False, **given)
 
 
-def normalize(base: Any) -> None:
+def normalize(base):
     """Set the statistics of all `BatchNormalization` to the pictures'.
 
     As in a model that was trained; else nothing of the pictures is left in its outputs,
@@ -64,11 +56,7 @@ def mobilenet(run):
     x = keras.applications.mobilenet_v2.preprocess_input(inputs)
     x = base(x, training=False)
     model = keras.Model(inputs, keras.layers.Dense(2)(x))
-    run.compile(
-        model,
-        keras.optimizers.Adam(0.01),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    run.compile(model, keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     data = dataset(run)
     return model, run.fit(model, data, epochs=2, validation_data=data)

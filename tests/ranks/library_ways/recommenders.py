@@ -1,10 +1,7 @@
 """KerasRS: retrieval and ranking, from arrays and from data sets."""
 
-from typing import Any
-
 import keras
 import keras_rs
-import tensorflow as tf
 from keras import ops
 from keras_ways.data import floats, integers
 from keras_ways.way import Registry
@@ -14,7 +11,7 @@ RECOMMENDERS = Registry("KerasRS")
 _USERS, _ITEMS, _WIDTH = 20, 30, 4
 
 
-def interactions() -> tuple[dict[str, Any], Any]:
+def interactions():
     """A user, an item and a rating in each row."""
     x = {"user": integers(_USERS), "item": integers(_ITEMS, seed=1)}
     return x, floats(1, seed=2)
@@ -23,7 +20,7 @@ def interactions() -> tuple[dict[str, Any], Any]:
 class TwoTowers(keras.Model):
     """Scores all items for each user; the item of the row is the right one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.users = keras.layers.Embedding(_USERS, _WIDTH)
         self.items = keras.layers.Embedding(_ITEMS, _WIDTH)
@@ -32,23 +29,21 @@ class TwoTowers(keras.Model):
             from_logits=True
         )
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape):
         self.users.build(input_shape)
         self.items.build(input_shape)
         self.retrieval.candidate_embeddings = self.items.embeddings
         self.retrieval.build(input_shape)
         super().build(input_shape)
 
-    def call(self, users: Any, training: bool = False) -> Any:
+    def call(self, users, training=False):
         embedded = self.users(users)
         result = {"embedding": embedded}
         if not training:
             result["items"] = self.retrieval(embedded)
         return result
 
-    def compute_loss(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any
-    ) -> Any:
+    def compute_loss(self, x, y, y_pred, sample_weight=None, **_):
         every_item = self.items(ops.arange(_ITEMS))
         scores = ops.matmul(y_pred["embedding"], ops.transpose(every_item))
         return self.loss_of_items(y, scores, sample_weight)
@@ -63,13 +58,13 @@ def retrieval(run, is_dataset):
     given, some = (x["user"], x["item"]), (x["user"][:9], x["item"][:9])
     users = some[0]
     if is_dataset:
-        users = some = tf.data.Dataset.from_tensor_slices(given).batch(run.batch_size)
+        users = some = run.batches(*given)
         given = (some,)
     history = run.fit(model, *given, epochs=2, validation_data=some)
     return model, history, model.predict(users, verbose=0)["items"]
 
 
-def ranking(interaction: str) -> Any:
+def ranking(interaction):
     """A model of ratings, with the features of a user and an item combined."""
     inputs = {
         name: keras.Input((), dtype="int32", name=name) for name in ("user", "item")
@@ -87,13 +82,12 @@ def ranking(interaction: str) -> Any:
     return keras.Model(inputs, keras.layers.Dense(1)(combined))
 
 
-def train_ratings(run: Any, model: Any) -> Any:
+def train_ratings(run, model):
     """Two epochs from arrays, with a validation."""
     run.compile(model, keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     x, y = interactions()
     some = {name: array[:9] for name, array in x.items()}
-    history = run.fit(model, x, y, epochs=2, validation_data=(some, y[:9]))
-    return model, history
+    return model, run.fit(model, x, y, epochs=2, validation_data=(some, y[:9]))
 
 
 @RECOMMENDERS.way("ranking by FeatureCross", is_traced=True, on_three=True)
@@ -107,7 +101,7 @@ def feature_cross(run):
 def dot_interaction(run):
     model = ranking("dot")
     run.compile(model, keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    data = tf.data.Dataset.from_tensor_slices(interactions()).batch(run.batch_size)
+    data = run.batches(*interactions())
     return model, run.fit(model, data, epochs=2, validation_data=data)
 
 
@@ -121,40 +115,26 @@ def listwise(run):
             keras.layers.Flatten(),
         ]
     )
-    run.compile(
-        model,
-        keras.optimizers.Adam(0.01),
-        keras_rs.losses.ListMLELoss(),
-        metrics=[keras_rs.metrics.NDCG(k=3)],
-    )
+    adam, metrics = keras.optimizers.Adam(0.01), [keras_rs.metrics.NDCG(k=3)]
+    run.compile(model, adam, keras_rs.losses.ListMLELoss(), metrics=metrics)
     y = integers(3, 6, seed=3).astype(keras.config.floatx())
     return model, run.fit(model, floats(6, 3), y, epochs=2)
 
 
-def distributed_embedding() -> Any:
+def distributed_embedding():
     """Two tables, one of them for a feature of several items."""
-    tables = {
-        name: keras_rs.layers.TableConfig(name, rows, _WIDTH, combiner="mean")
-        for name, rows in (("users", _USERS), ("items", _ITEMS))
-    }
-    features = {
-        "user": keras_rs.layers.FeatureConfig(
-            "user", tables["users"], (None, 1), (None, _WIDTH)
-        ),
-        "bought": keras_rs.layers.FeatureConfig(
-            "bought", tables["items"], (None, 3), (None, _WIDTH)
-        ),
-    }
-    inputs = {
-        "user": keras.Input((1,), dtype="int32", name="user"),
-        "bought": keras.Input((3,), dtype="int32", name="bought"),
-    }
-    embedded = keras_rs.layers.DistributedEmbedding(features)(inputs)
+    layers, features, inputs = keras_rs.layers, {}, {}
+    for name, rows, count in (("user", _USERS, 1), ("bought", _ITEMS, 3)):
+        table = layers.TableConfig(f"{name}_table", rows, _WIDTH, combiner="mean")
+        shapes = (None, count), (None, _WIDTH)
+        features[name] = layers.FeatureConfig(name, table, *shapes)
+        inputs[name] = keras.Input((count,), dtype="int32", name=name)
+    embedded = layers.DistributedEmbedding(features)(inputs)
     combined = keras.layers.Concatenate()([embedded["user"], embedded["bought"]])
     return keras.Model(inputs, keras.layers.Dense(1)(combined))
 
 
-def purchases() -> tuple[dict[str, Any], Any]:
+def purchases():
     """A user, three items and a rating in each row."""
     x = {"user": integers(_USERS, 1), "bought": integers(_ITEMS, 3, seed=1)}
     return x, floats(1, seed=2)
@@ -169,5 +149,5 @@ def embedding(run, is_dataset):
     run.compile(model, keras.optimizers.Adagrad(0.1), "mse")
     data = purchases()
     if is_dataset:
-        data = (tf.data.Dataset.from_tensor_slices(data).batch(run.batch_size),)
+        data = (run.batches(*data),)
     return model, run.fit(model, *data, epochs=2)
