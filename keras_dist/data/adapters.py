@@ -463,6 +463,8 @@ def _check_batches(source: Source, dealer: Dealer, limit: int | None) -> bool:
     if not source.is_short(dealer.size) and (limit or dealer.size) >= dealer.size:
         return True
     count = source.length
+    if count is None and dealer.is_training and source.has_seeded_passes:
+        return True  # a look would begin a pass before the first epoch
     if count is None:
         count = len(source.first(1 if dealer.is_training else dealer.size))
     if not count:

@@ -126,7 +126,7 @@ class StepContext:
         passed: How many numbers and gradients have passed, of each kind.
         fractions: This rank's fraction of the rows, by graph.
         weight_of_all: In a loss that is computed from the rows of all ranks: the weight
-            of what this rank updates a `Mean` with, as all ranks do.
+            of what this rank updates a `Mean` with, as all ranks do; 0.0 for nothing.
     """
 
     rows: Any = None

@@ -1,7 +1,7 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -168,24 +168,28 @@ def start(
         step_context.enter(step_context.StepContext()),
         tf.variable_creator_scope(_made_now),
     ):
-        with comm.together():
-            build(model, own_step, data, is_eager=is_eager)
+        if is_first or not is_eager:  # an eager step makes it by itself
+            with comm.together():
+                build(model, own_step, data, is_eager=is_eager)
         # Outside of the graph that is being traced, so that this runs once, now.
-        if is_first:
-            with tf.init_scope():
-                _call_hooks(model, session)
+        with tf.init_scope():
+            _call_hooks(
+                model, session, session.hooks if is_first else session.on_compile
+            )
 
 
 def start_traced(model: Any, session: Session) -> None:
     """Call the hooks before the first step of a function that was traced before."""
     session.has_started = session.has_run = True
     with step_context.enter(step_context.StepContext()):
-        _call_hooks(model, session)
+        _call_hooks(model, session, session.hooks)
 
 
-def _call_hooks(model: Any, session: Session) -> None:
+def _call_hooks(
+    model: Any, session: Session, hooks: Sequence[Callable[[], None]]
+) -> None:
     batch_norm.synchronize(model)
-    for hook in session.hooks:
+    for hook in hooks:
         hook()
     if comm.size() > 1:
         session.traced.noise.prepare()

@@ -212,18 +212,21 @@ class PartOfMean(keras.metrics.Mean):
 
     def update_state(self, values: Any, sample_weight: Any = None) -> Any:
         context = step_context.current()
-        if context.weight_of_all is not None:
-            given = tf.ones_like(values) if sample_weight is None else sample_weight
-            weight = tf.cast(context.weight_of_all, self.dtype)
-            return super().update_state(values, tf.cast(given, self.dtype) * weight)
+        weight, is_one = context.weight_of_all, getattr(values, "shape", ()) == ()
         has_axes = getattr(sample_weight, "shape", ()) != ()
-        if context.rows is None or has_axes:
-            return super().update_state(values, sample_weight)
-        if getattr(values, "shape", ()) == ():
+        if context.rows is not None and is_one and not has_axes:
             values = weigh("tracker", values)
             if sample_weight is None:
                 sample_weight = context.row_fraction(tf.float64) * comm.size()
-        return super().update_state(values, sample_weight)
+        if weight is None:
+            return super().update_state(values, sample_weight)
+        if isinstance(weight, float):
+            return None
+        if sample_weight is None:
+            values = tf.identity(values)  # without a mask, which Keras ignores here
+            sample_weight = comm.size() if is_one else tf.ones_like(values)
+        weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight, self.dtype)
+        return super().update_state(values, weight)
 
 
 def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -243,14 +246,16 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = dict(zip(names, args, strict=False))
     rows = given | {name: kwargs[name] for name in names if name in kwargs}
 
+    is_gathered, first = site in context.kinds.gathered, 1000 * (site[1] + 1)
+
+    def start_at(place: int) -> None:
+        context.passed.update(loss=place, tracker=place)
+
     def compute(rows: dict[str, Any]) -> Any:
         positional = [rows[name] for name in given]
         others = {name: rows.get(name, value) for name, value in kwargs.items()}
-        # So the losses in it have the same places if it is computed again.
-        context.passed["loss"] = 100 * (site[1] + 1)
+        start_at(first)  # if it is computed twice, its losses have the same places
         return plain(*positional, *args[len(given) :], **others)
-
-    is_gathered = site in context.kinds.gathered
 
     def compute_own() -> Any:
         # A trial computes both, and one of them counts in means that it updates.
@@ -259,11 +264,13 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return compute(rows)
 
     def compute_all(rows: dict[str, Any]) -> Any:
-        weight = context.row_fraction(tf.float64) * comm.size() * is_gathered
+        weight = context.row_fraction(tf.float64) if is_gathered else 0.0
         with step_context.enter(replace(context, rows=None, weight_of_all=weight)):
             return compute(rows)
 
-    return _choose(site, compute_own, lambda: gather_loss(compute_all, rows))
+    found = _choose(site, compute_own, lambda: gather_loss(compute_all, rows))
+    start_at(first + 500)
+    return found
 
 
 def _choose(

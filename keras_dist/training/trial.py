@@ -328,25 +328,27 @@ class _Runner:
             tolerance = self._tolerances[1] * size
             return _kind(size, abs(value - mean), abs(value - sum(values)), tolerance)
 
-        for sixths in (2, 4):
-            cut = max(1, self._rows * sixths // 6)
+        # The first cut after which no part has a gradient of 0: it hides a divisor.
+        cuts = [max(1, self._rows * sixths // 6) for sixths in (4, 2)]
+        is_blind = True
+        while cuts and is_blind:
+            cut = cuts.pop()
             bounds = [(0, cut), (cut, self._rows)]
             fractions = [(end - begin) / self._rows for begin, end in bounds]
-            # Of a part without a label a divisor is not seen.
-            if all(_norm(g.values()) for part in run_parts() for g in part.gradients):
-                break
+            is_blind = not all(_has_gradients(whole, part) for part in run_parts())
         numbers, parts = self._find_numbers(run_parts, judge)
         updates, difference, weights = self._compare_updates(whole, parts, fractions)
         doubted: dict[Site, str | None] = {
             site: "neither"
             for site in self._gatherable
-            if numbers.get(site) == "mean" and "neither" in updates.values()
+            if is_blind
+            or (numbers.get(site) == "mean" and "neither" in updates.values())
         }
         # A value may be the mean of the parts' where the gradient is not.
         if self._set_kinds(numbers | doubted):
             parts = run_parts()
             others = self._compare_updates(whole, parts, fractions)
-            if others[0] != updates:
+            if is_blind or others[0] != updates:
                 numbers |= doubted
                 updates, difference, weights = others
         states = compare_states(
@@ -607,6 +609,22 @@ def _find_growth(before: Any, after: Any, *, least: float) -> str | None:
     if not (np.isfinite(before) and np.isfinite(after) and before):
         return None
     return "sum" if after > least * before else "mean"
+
+
+def _has_gradients(whole: Run, part: Run) -> bool:
+    """Return True if a part has each gradient, and loss, that the whole has."""
+    pairs = zip(whole.gradients, part.gradients, strict=True)
+    gradients = [
+        (_norm([update[path]]), _norm([own[path]]))
+        for update, own in pairs
+        for path in update
+    ]
+    losses = [
+        (value, part.numbers[site])
+        for site, value in whole.numbers.items()
+        if site[0] in ("loss", "compute")
+    ]
+    return all(own and np.isfinite(own) for one, own in gradients + losses if one)
 
 
 def _some_elements(gradient: Any) -> Any:
