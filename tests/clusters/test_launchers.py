@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import PYTHONPATH, free_port, launch
+from launch import PYTHONPATH, free_port, launch, start
 from needs import needs
 
 pytestmark = needs("clusters", "ray", "torch")
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-TRAINING = str(HERE / "training.py")
+TRAINING = HERE / "training.py"
 ENV = {
     "PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{HERE}",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,79 +27,63 @@ ENV = {
 
 def by_torchrun(folder, case, *, restarts=0, **variables):
     """A training on two processes of torchrun."""
-    options = ["--max-restarts", str(restarts), "--master-port", str(free_port())]
-    words = [*TORCHRUN, *options, TRAINING, str(folder), case]
-    return launch(words, ranks=None, timeout=200, env=ENV | variables)
+    options = ["--max-restarts", restarts, "--master-port", free_port()]
+    return launch([*TORCHRUN, *options, TRAINING, folder, case], env=ENV | variables)
 
 
 def by_ray(folder, case, *, restarts=0, **variables):
     """A training on two workers of Ray Train."""
-    words = [sys.executable, HERE / "ray_train.py", folder, restarts, case]
-    env = ENV | variables
-    return launch(list(map(str, words)), ranks=None, timeout=300, env=env)
+    return launch([HERE / "ray_train.py", folder, restarts, case], env=ENV | variables)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """The weights of plain Keras on one process."""
     folder = tmp_path_factory.mktemp("one")
-    code = (
-        "import keras, sys, pathlib, training\n"
-        "training.train(pathlib.Path(sys.argv[1]), '', keras.Model.fit)"
-    )
-    done = launch(
-        [sys.executable, "-c", code, str(folder)], ranks=None, timeout=100, env=ENV
-    )
-    assert done.returncode == 0, done.stderr
+    launch([TRAINING, folder, "plain"], env=ENV, check=True)
     return np.load(folder / "weights.npy")
 
 
 LAUNCHERS = [by_torchrun, by_ray]
 
 
-@pytest.mark.parametrize("start", LAUNCHERS)
-def test_a_failure_that_is_restarted_ends_as_one_process(start, tmp_path, expected):
+@pytest.mark.parametrize("by", LAUNCHERS)
+def test_a_failure_that_is_restarted_ends_as_one_process(by, tmp_path, expected):
     """The launcher starts all ranks again, and `resume=` goes on."""
-    done = start(tmp_path, "once", restarts=2)
+    done = by(tmp_path, "once", restarts=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained on 2 ranks" in done.stdout + done.stderr
     assert "goes on from a checkpoint" in done.stdout + done.stderr
     np.testing.assert_allclose(np.load(tmp_path / "weights.npy"), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("start", LAUNCHERS)
-def test_a_rank_that_fails_is_read_in_full(start, tmp_path):
+@pytest.mark.parametrize("by", LAUNCHERS)
+def test_a_rank_that_fails_is_read_in_full(by, tmp_path):
     """Its traceback, and a line on the other rank."""
-    done = start(tmp_path, "fail")
+    done = by(tmp_path, "fail")
     assert done.returncode != 0
     printed = done.stdout + done.stderr
     assert "raise KeyError" in printed and "KeyError: 'tea'" in printed, printed
     assert not (tmp_path / "weights.npy").exists()
 
 
-@pytest.mark.parametrize("start", LAUNCHERS)
-def test_a_rank_that_sleeps_for_ever_is_named(start, tmp_path):
+@pytest.mark.parametrize("by", LAUNCHERS)
+def test_a_rank_that_sleeps_for_ever_is_named(by, tmp_path):
     """With the stacks of all ranks, by all of them."""
-    done = start(tmp_path, "sleep", KERAS_DIST_STALL_SECONDS="5")
+    done = by(tmp_path, "sleep", KERAS_DIST_STALL_SECONDS="5")
     assert done.returncode != 0
     printed = done.stdout + done.stderr
     assert "no rank has made progress for 5 s" in printed, printed
     assert re.search(r"Rank 1 is missing: at the beginning of epoch 3", printed)
     assert printed.count("Stack of the main thread") == 2, printed
-    if start is by_torchrun:
+    if by is by_torchrun:
         assert "exitcode  : 70" in printed, printed
 
 
 def test_sigterm_to_torchrun_saves(tmp_path, expected):
     """Both ranks, in the middle of an epoch; the same command continues from there."""
-    words = [*TORCHRUN, "--master-port", str(free_port()), TRAINING, str(tmp_path)]
-    process = subprocess.Popen(
-        [*words, "long"],
-        env={**os.environ, **ENV},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = [*TORCHRUN, "--master-port", free_port(), TRAINING, tmp_path, "long"]
+    process = start(words, env=ENV, stderr=subprocess.STDOUT)
     lines = []
     for line in process.stdout:
         lines.append(line)

@@ -13,14 +13,14 @@ import numpy as np
 import keras_dist
 
 
-def train(folder, case, fit=None):
+def train(folder, case):
     """Train to the end, or to what the case does in epoch 3.
 
     Args:
         folder: Where files go, and where a second start finds them.
         case: "once": rank 1 fails, but not again; "fail": each time; "sleep": rank 1
-            sleeps for ever; "long": steps take a second; "": nothing.
-        fit: `model.fit` or what takes its place; by default `dist_fit`.
+            sleeps for ever; "long": steps take a second; "": nothing; "plain": by
+            `model.fit` of Keras, on one process.
     """
 
     class Misbehaves(keras.callbacks.Callback):
@@ -46,7 +46,7 @@ def train(folder, case, fit=None):
     model = keras.Sequential(layers)
     model.compile(keras.optimizers.Adam(0.01), "mse")
     options = {"batch_size": 6, "epochs": 5, "verbose": 0}
-    if fit is None:
+    if case != "plain":
         resume = {"batch": "global", "resume": str(folder / "checkpoints")}
         if (folder / "checkpoints").exists():
             print("goes on from a checkpoint", flush=True)
@@ -55,7 +55,7 @@ def train(folder, case, fit=None):
             model, x, x[:, :1], **options, **resume, callbacks=callbacks
         )
     else:
-        fit(model, x, x[:, :1], **options)
+        model.fit(x, x[:, :1], **options)
     if keras_dist.rank() == 0:
         weights = [weight.numpy().ravel() for weight in model.weights]
         np.save(folder / "weights.npy", np.concatenate(weights))

@@ -9,17 +9,14 @@ import contextlib
 import sys
 
 import mlflow
-from small import fit, make_model
+from small import train
 
 import keras_dist
-
-_IS_PLAIN = sys.argv[2:] == ["plain"]
 
 
 def by_callback():
     """The callback in the list, in a run that the first rank begins."""
-    is_first = keras_dist.rank() == 0
-    with mlflow.start_run() if is_first else contextlib.nullcontext():
+    with first_rank_run():
         train([mlflow.keras.MlflowCallback()])
 
 
@@ -40,15 +37,15 @@ def by_tensorflow_autolog():
 def by_autolog():
     """Whatever MLflow can log but models, in a run that the first rank begins."""
     mlflow.autolog(log_models=False)
-    is_first = keras_dist.rank() == 0
-    with mlflow.start_run() if is_first else contextlib.nullcontext():
+    with first_rank_run():
         train()
     mlflow.autolog(disable=True)
 
 
-def train(callbacks=()):
-    """A training of both kinds."""
-    fit(make_model(), is_plain=_IS_PLAIN, callbacks=list(callbacks))
+def first_rank_run():
+    """A run that the first rank begins."""
+    is_first = keras_dist.rank() == 0
+    return mlflow.start_run() if is_first else contextlib.nullcontext()
 
 
 if __name__ == "__main__":

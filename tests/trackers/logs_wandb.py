@@ -7,17 +7,13 @@ import sys
 from pathlib import Path
 
 import wandb
-from small import fit, make_model
+from small import train
 from wandb.integration.keras import WandbMetricsLogger, WandbModelCheckpoint
 
 import keras_dist
 
 if __name__ == "__main__":
     mode = "offline" if keras_dist.rank() == 0 else "disabled"
-    with wandb.init(mode=mode, dir=sys.argv[1], project="small") as run:
+    with wandb.init(mode=mode, dir=sys.argv[1], project="small"):
         checkpoint = Path(sys.argv[1]) / "best.keras"
-        fit(
-            make_model(),
-            is_plain=sys.argv[2:] == ["plain"],
-            callbacks=[WandbMetricsLogger(), WandbModelCheckpoint(checkpoint)],
-        )
+        train([WandbMetricsLogger(), WandbModelCheckpoint(checkpoint)])

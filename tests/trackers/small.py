@@ -1,46 +1,26 @@
-"""A small model and its data, trained by two ranks or by plain Keras on one process."""
+"""A small model, trained by two ranks or, after the word "plain", by plain Keras."""
+
+import sys
 
 import keras
 import numpy as np
 
 import keras_dist
 
-ROWS, BATCH, EPOCHS = 96, 8, 3
 
-
-def data():
-    """Rows and targets, for training and for validation."""
-    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
-    y = x[:, :1] * x[:, 1:2]
-    return (x[:64], y[:64]), (x[64:], y[64:])
-
-
-def make_model(rate=0.05, units=8):
-    """The same model at every call."""
+def train(callbacks=()):
+    """Train for three epochs with validation; Keras with the batch of two ranks."""
     keras.utils.set_random_seed(7)
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(units, activation="tanh"),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile(
-        keras.optimizers.SGD(rate),
-        "mse",
-        metrics=["mae"],
-        run_eagerly=True,  # tracing takes longer than training
-    )
-    return model
-
-
-def fit(model, *, is_plain=False, **kwargs):
-    """Train by `dist_fit`, or by Keras with the batch of two ranks."""
-    (x, y), validation_data = data()
-    kwargs = {"epochs": EPOCHS, "shuffle": False, "verbose": 0} | kwargs
-    kwargs |= {"validation_data": validation_data}
-    if is_plain:
-        return model.fit(x, y, batch_size=2 * BATCH, **kwargs)
-    return keras_dist.dist_fit(
-        model, x, y, batch_size=BATCH, lr_scaling="none", **kwargs
-    )
+    hidden = keras.layers.Dense(8, activation="tanh")
+    model = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1)])
+    # Eagerly, since tracing takes longer than training.
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"], run_eagerly=True)
+    x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+    y = x[:, :1] * x[:, 1:2]
+    given = {"epochs": 3, "shuffle": False, "verbose": 0, "callbacks": [*callbacks]}
+    given |= {"validation_data": (x[64:], y[64:])}
+    if sys.argv[2:] == ["plain"]:
+        model.fit(x[:64], y[:64], batch_size=16, **given)
+    else:
+        given |= {"batch_size": 8, "lr_scaling": "none"}
+        keras_dist.dist_fit(model, x[:64], y[:64], **given)

@@ -1,7 +1,6 @@
 """One job is one run of MLflow, with the metrics of all ranks."""
 
 import importlib
-import sys
 
 import pytest
 from launch import launch
@@ -24,10 +23,8 @@ def stores(tmp_path_factory):
             patch.setenv(name, value)
         mlflow = importlib.import_module("mlflow")
         for ranks, more in ((2, []), (None, ["plain"])):
-            folder = str(tmp_path_factory.mktemp("mlflow"))
-            command = [sys.executable, _SCRIPT, folder, *more]
-            done = launch(command, ranks=ranks, timeout=500)
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+            folder = tmp_path_factory.mktemp("mlflow")
+            launch([_SCRIPT, folder, *more], ranks=ranks, timeout=500, check=True)
             stores.append(mlflow.MlflowClient(f"file:{folder}"))
         yield stores
 
@@ -60,8 +57,8 @@ def files_of(store, run, folder=""):
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_a_job_is_one_run_with_the_metrics_of_one_process(stores, way):
-    """Each value at its step, once; and the same parameters but for the batch."""
+def test_a_job_is_one_run_with_metrics_and_files_of_one_process(stores, way):
+    """Each value at its step, once; summary, TensorBoard's log and the model."""
     ours, plain = stores
     (run,), (expected,) = runs_of(ours, way), runs_of(plain, way)
     assert run.info.status == expected.info.status == "FINISHED"
@@ -72,12 +69,5 @@ def test_a_job_is_one_run_with_the_metrics_of_one_process(stores, way):
         assert [step for step, _ in found[name]] == [step for step, _ in history]
         values = [value for _, value in history]
         assert [value for _, value in found[name]] == pytest.approx(values, abs=1e-5)
-
-
-@pytest.mark.parametrize("way", _WAYS)
-def test_a_run_has_the_files_of_one_process(stores, way):
-    """Summary, TensorBoard's log and the model."""
-    ours, plain = stores
-    (run,), (expected,) = runs_of(ours, way), runs_of(plain, way)
     assert len(files_of(ours, run)) == len(files_of(plain, expected)) > 0
     assert len(run.outputs.model_outputs) == len(expected.outputs.model_outputs)

@@ -4,7 +4,7 @@ import ast
 import sys
 
 import pytest
-from launch import PYTHONPATH, launch
+from launch import PYTHONPATH, launch, write_script
 from needs import needs
 from pages import DOCS, blocks
 
@@ -22,16 +22,10 @@ def test_a_search_on_two_ranks_is_that_of_one(library, tmp_path):
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        script = folder / "search.py"
         assert "np=2" in code
-        script.write_text(code.replace("np=2", f"np={ranks}"))
-        done = launch(
-            ["sh", "-c", f"cd '{folder}' && '{sys.executable}' search.py"],
-            ranks=None,
-            timeout=300,
-            env={"PYTHONPATH": PYTHONPATH},
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        write_script(folder, code.replace("np=2", f"np={ranks}"), "search.py")
+        words = ["env", "-C", folder, sys.executable, "search.py"]
+        done = launch(words, env={"PYTHONPATH": PYTHONPATH}, check=True)
         text = done.stdout.splitlines()[-1]
         values, _, best = text.partition("] ")
         found.append((ast.literal_eval(f"{values}]"), ast.literal_eval(best)))

@@ -1,8 +1,9 @@
-"""What the pages about libraries show runs."""
+"""Models of KerasHub, KerasRS and `keras.applications` equal one process; pages run."""
 
 import os
 import sys
 
+import pytest
 from launch import ROOT, launch
 from needs import LIBRARIES, needs
 from pages import ALONE, blocks, named
@@ -10,14 +11,21 @@ from pages import ALONE, blocks, named
 pytestmark = needs("libraries", *LIBRARIES)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_models_equal_one_process(ranks):
+    """All ranks train each model of `tests/ranks/library_ways/`, in one launch."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "tests/ranks/libraries.py"]
+    env = {"LONG_TESTS": "1"}  # else a test runs on one number of ranks alone
+    launch(command, ranks=ranks, timeout=1800, env=env, check=True)
+
+
 def test_the_script_of_each_page_runs_on_two_ranks(tmp_path):
     """As it stands, with small models in place of presets, which are downloaded."""
     pages = sorted(ALONE.glob("*.md"))
     assert pages and all(blocks(page, "py") for page in pages)
     names = ["tests/libraries/presets.py", *map(named, pages)]
-    command = [sys.executable, "tests/pages.py", str(tmp_path), *names]
     paths = [str(ROOT / "tests" / "ranks"), os.environ["PYTHONPATH"]]
     env = {"PYTHONPATH": os.pathsep.join(paths)}
-    done = launch(command, ranks=2, timeout=600, env=env)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    words = ["tests/pages.py", tmp_path, *names]
+    done = launch(words, ranks=2, timeout=600, env=env, check=True)
     assert all(f"== {name}" in done.stdout for name in names)
