@@ -22,8 +22,9 @@ sys.meta_path.insert(0, Blocks())
 import keras
 for path in sys.argv[1:]:
     model = keras.models.load_model(path)
-    print(type(model).__name__, type(model.optimizer).__name__,
-          float(model.optimizer.learning_rate), model.count_params())
+    rate = f"{float(model.optimizer.learning_rate):.6f}"
+    names = type(model).__name__, type(model.optimizer).__name__
+    print(*names, rate, model.count_params())
 """
 
 
@@ -31,16 +32,9 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
     """One box on the first rank; `verbose=0` silences it."""
     name = "Very" * 30 + "LongLogger"  # longer than the box
     log = type(name, (keras.callbacks.CSVLogger,), {})("/dev/null")
-    keras_dist.dist_fit(
-        make_model(),
-        *rows,
-        batch_size=8,
-        verbose=2,
-        warmup_epochs=3,
-        steps_per_epoch=12,
-        validation_data=rows,
-        callbacks=[log],
-    )
+    given = {"batch_size": 8, "steps_per_epoch": 12, "warmup_epochs": 3, "verbose": 2}
+    given |= {"validation_data": rows, "callbacks": [log]}
+    keras_dist.dist_fit(make_model(), *rows, **given)
     box = capsys.readouterr().out
     if world.rank > 0:
         assert box == ""
@@ -118,24 +112,14 @@ def test_saved_files_are_plain(world, rows, tmp_path, make_model):
     """Saved during or after the fit, they load without keras_dist and Horovod."""
     model = make_model(keras.optimizers.Adam(0.01))
     during, after = str(tmp_path / "during.keras"), str(tmp_path / "after.keras")
-    keras_dist.dist_fit(
-        model,
-        *rows,
-        batch_size=8,
-        verbose=0,
-        callbacks=[keras.callbacks.ModelCheckpoint(during)],
-    )
+    checkpoint = [keras.callbacks.ModelCheckpoint(during)]
+    keras_dist.dist_fit(model, *rows, callbacks=checkpoint, verbose=0)
     model.save(after)
     assert keras.optimizers.serialize(model.optimizer)["module"] == "keras.optimizers"
     if world.rank == 0:
-        printed = subprocess.run(
-            [sys.executable, "-c", _LOADS_PLAIN, during, after],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
-        assert [line.split()[:2] for line in printed] == [["Sequential", "Adam"]] * 2
-        for line in printed:  # the unscaled rate, and all weights
-            assert float(line.split()[2]) == pytest.approx(0.01)
-            assert int(line.split()[3]) == model.count_params()
+        script = [sys.executable, "-c", _LOADS_PLAIN, during, after]
+        printed = subprocess.check_output(script, text=True).splitlines()
+        # The unscaled rate, and all weights.
+        shown = f"Sequential Adam 0.010000 {model.count_params()}"
+        assert printed == [shown] * 2
     keras_dist.gather(None)  # the others wait, or the launcher ends a slow first rank

@@ -28,6 +28,11 @@ def make(seed=3):
     return keras.Sequential([keras.Input((5,)), *layers])
 
 
+def wrap_sgd(rate, **options):
+    """An SGD that averages as Horovod's optimizers do."""
+    return hvd.DistributedOptimizer(keras.optimizers.SGD(rate), **options)
+
+
 def make_rows(rank, count=24):
     """Rows of one rank."""
     x = np.random.default_rng(rank).normal(size=(count, 5)).astype("float32")
@@ -49,9 +54,7 @@ def compile_and_fit(model, optimizer, *, compiled=(), **arguments):
 def test_an_inf_is_forgotten_after_its_update():
     """It is in the sum of one update, and not in the next one's."""
     weight = keras.Variable([1.0, 1.0])
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.1), backward_passes_per_step=2
-    )
+    optimizer = wrap_sgd(0.1, backward_passes_per_step=2)
     for gradient in ([np.inf, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]):
         optimizer.apply([tf.constant(gradient)], [weight])
     assert not np.isfinite(weight.numpy()[0])
@@ -61,9 +64,7 @@ def test_an_inf_is_forgotten_after_its_update():
 def test_gradients_of_a_tape_are_added_like_others():
     """An update after every second batch on any number of ranks; none is sent twice."""
     weight = keras.Variable([0.0])
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(1.0), op=hvd.Sum, backward_passes_per_step=2
-    )
+    optimizer = wrap_sgd(1.0, op=hvd.Sum, backward_passes_per_step=2)
     values = []
     for step in range(1, 5):
         with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
@@ -77,9 +78,7 @@ def test_gradients_of_a_tape_are_added_like_others():
 def test_sparse_gradients_of_batches_are_added():
     """Without `sparse_as_dense`, which Horovod needs for it."""
     table = keras.Variable(np.zeros((3, 2), "float32"))
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(1.0), backward_passes_per_step=2
-    )
+    optimizer = wrap_sgd(1.0, backward_passes_per_step=2)
     for row in (0, 2):
         values = tf.fill([2, 2], float(hvd.rank()))
         optimizer.apply([tf.IndexedSlices(values, [row, row])], [table])
@@ -98,7 +97,7 @@ def test_the_optimizer_is_of_its_class_and_its_config_goes_round():
     assert copy.get_config() == config == optimizer.from_config(config).get_config()
     assert optimizer.__class__.from_config(config).get_config() == config
     weight = keras.Variable([0.0])
-    copy = type(keras_sgd := hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)))
+    copy = type(keras_sgd := wrap_sgd(1.0))
     copy = copy.from_config(keras_sgd.get_config())
     copy.apply([tf.constant([float(hvd.rank())])], [weight])
     np.testing.assert_allclose(weight.numpy(), [-(hvd.size() - 1) / 2])
@@ -114,9 +113,7 @@ def test_dist_fit_takes_an_optimizer_of_this_module():
         keras_dist.dist_fit(models[-1], *make_rows(0, count=23), **given)
     assert_close(*(model.get_weights() for model in models))
     assert_equal_to_the_bit(models[0])
-    summed = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.05), backward_passes_per_step=2
-    )
+    summed = wrap_sgd(0.05, backward_passes_per_step=2)
     models[0].compile(summed, "mse")
     with pytest.raises(ValueError, match="gradient_accumulation_steps"):
         keras_dist.dist_fit(models[0], *make_rows(0), **given)
@@ -341,7 +338,7 @@ def test_a_custom_optimizer_is_loaded(tmp_path):
 def test_mixed_precision_averages_in_the_outermost_optimizer():
     """An inf on one rank is one for all; nobody waits."""
     model = all_in_precision("mixed_float16")
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    optimizer = wrap_sgd(0.01)
     model.compile(optimizer, "mse", run_eagerly=True)
     x, y = (array / 10 for array in make_rows(hvd.rank()))  # else all overflow
     if hvd.rank() == 0:
@@ -355,7 +352,7 @@ def test_mixed_precision_averages_in_the_outermost_optimizer():
 
 def test_an_outermost_optimizer_keeps_its_own_passes():
     """Where one inside of it is Horovod's, too."""
-    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    inner = wrap_sgd(1.0)
     outer = hvd.DistributedOptimizer(
         keras.optimizers.LossScaleOptimizer(inner), backward_passes_per_step=2
     )
@@ -369,7 +366,7 @@ def test_an_outermost_optimizer_keeps_its_own_passes():
 def test_mixed_precision_does_not_add_gradients_of_a_tape_again():
     """The outermost optimizer sees that they are reduced."""
     model = all_in_precision("mixed_float16")
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum))
+    model.compile(wrap_sgd(1.0, op=hvd.Sum))
     weight = keras.Variable([0.0])
     with hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum) as tape:
         loss = model.optimizer.scale_loss(weight[0] * float(hvd.rank() + 1))

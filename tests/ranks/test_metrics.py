@@ -1,5 +1,6 @@
 """Metrics of many ranks equal one process on all rows."""
 
+import functools
 import inspect
 
 import keras
@@ -273,35 +274,26 @@ def test_a_metric_may_have_its_own_rule(world):
 @pytest.mark.several_ranks
 def test_different_metrics_on_the_ranks_are_an_error(world, rows, make_model):
     """Names and shapes are compared before the collective."""
-    last = world.size - 1
-    extra = [keras.metrics.MeanSquaredError(name="extra")] if world.rank == last else []
+    is_last = world.rank == world.size - 1
+    extra = [keras.metrics.MeanSquaredError(name="extra")] * is_last
     classes = keras.metrics.MeanIoU(num_classes=2 + world.rank, name="iou")
 
-    def logs(model, data):
-        keras.Model.test_step(model, data)
-        return {f"from_{world.rank}": 1.0}
-
     class Own(keras.Model):
-        test_step = logs
+        def call(self, x):
+            return keras.ops.sum(x, axis=1, keepdims=True)
 
-    own = Own()
-    own.call = lambda x: keras.ops.sum(x, axis=1, keepdims=True)
-    for metrics, text in (
-        (["mae", *extra], "disagree on the metrics"),
-        ([classes], "disagree on the state of the metric 'iou'"),
-        (None, "the names in the logs"),
+        def test_step(self, data):
+            super().test_step(data)
+            return {f"from_{world.rank}": 1.0}
+
+    for model, text in (
+        (make_model(metrics=["mae", *extra]), "disagree on the metrics"),
+        (make_model(metrics=[classes]), "disagree on the state of the metric 'iou'"),
+        (make_compiled(Own, loss="mse", run_eagerly=True), "the names in the logs"),
     ):
-        model = make_model(metrics=metrics)
-        if metrics is None:
-            own.compile(loss="mse", run_eagerly=True)
-            model = own
         many = keras_dist.DistributedModel(model)
-        raises_everywhere(
-            ValueError,
-            lambda many=many: many.evaluate(*rows, verbose=0),
-            text,
-            "Received: rank 0: ",
-        )
+        evaluate = functools.partial(many.evaluate, *rows, verbose=0)
+        raises_everywhere(ValueError, evaluate, text, "Received: rank 0: ")
 
 
 def two_outputs():

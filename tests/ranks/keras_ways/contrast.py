@@ -1,13 +1,11 @@
 """Models that learn by comparing outputs: teachers, pairs, triplets, views."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 from keras import ops
+from models import update
 
-from keras_ways.data import floats, integers, noise_of, perceptron
-from keras_ways.generative import update
+from keras_ways.data import Guided, floats, integers, noise_of, perceptron
 from keras_ways.way import Registry
 
 CONTRAST = Registry("contrast")
@@ -16,18 +14,16 @@ CONTRAST = Registry("contrast")
 class Distiller(keras.Model):
     """A student that learns from labels and from a teacher, by `compute_loss`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.teacher = perceptron(8, 3, inputs=4)
         self.student = perceptron(3, 3, inputs=4)
         self.teacher.trainable = False
 
-    def call(self, x: Any, training: Any = False) -> Any:
+    def call(self, x, training=False):
         return self.student(x)
 
-    def compute_loss(
-        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any
-    ) -> Any:
+    def compute_loss(self, x, y, y_pred, sample_weight=None, **_):
         cross = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         apart = keras.losses.KLDivergence()
         soft = ops.softmax(self.teacher(x, training=False) / 10, axis=1)
@@ -41,8 +37,7 @@ def distillation(run):
     optimizer = keras.optimizers.Adam(0.01)
     run.compile(model, optimizer, metrics=["sparse_categorical_accuracy"])
     x, y = floats(4), integers(3)
-    history = run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
-    return model, history
+    return model, run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
 
 
 class Views(keras.Model):
@@ -52,19 +47,19 @@ class Views(keras.Model):
     one process sees.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = perceptron(5, 4, inputs=4)
         self.head = perceptron(3, inputs=4)
         self.probe = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         self.bank = self.add_weight(shape=(3, 6), trainable=False, name="bank")
 
-    def compile(self, contrast_optimizer: Any, **arguments: Any) -> None:
+    def compile(self, contrast_optimizer, **arguments):
         super().compile(**arguments)
         self.contrast_optimizer = contrast_optimizer
         self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
 
-    def losses_of(self, one: Any, two: Any) -> Any:
+    def losses_of(self, one, two):
         one, two = (ops.normalize(self.head(self.encoder(v))) for v in (one, two))
         near = ops.sum(one * two, axis=1, keepdims=True)
         scores = ops.concatenate([near, ops.matmul(one, self.bank)], axis=1) / 0.5
@@ -73,7 +68,7 @@ class Views(keras.Model):
             labels, scores, from_logits=True
         )
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         unlabeled, (x, y) = data
         views = [unlabeled + 0.1 * noise_of(unlabeled * scale, 4) for scale in (1, 2)]
         with tf.GradientTape() as tape:
@@ -87,18 +82,12 @@ class Views(keras.Model):
         return {"c_loss": loss, "p_loss": probe_loss, "p_acc": self.accuracy.result()}
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self):
         return [self.accuracy]
 
 
 @CONTRAST.way("SimCLR: views against a bank, a linear probe, then fine-tuning")
 def views(run):
-    def batches(*arrays):
-        data = tf.data.Dataset.from_tensor_slices(
-            arrays[0] if arrays[1:] == () else arrays
-        )
-        return data.batch(run.batch_size)
-
     model = Views()
     model.bank.assign(floats(6, rows=3, seed=4))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -106,8 +95,8 @@ def views(run):
     run.compile(
         model, contrast_optimizer, optimizer=keras.optimizers.SGD(0.1), loss=loss
     )
-    labeled = batches(floats(4, seed=1), integers(3))
-    data = tf.data.Dataset.zip((batches(floats(4)), labeled))
+    labeled = run.batches(floats(4, seed=1), integers(3))
+    data = tf.data.Dataset.zip((run.batches(floats(4)), labeled))
     first = run.fit(model, data.prefetch(2))
     tuned = keras.Sequential([model.encoder, keras.layers.Dense(3)])
     run.compile(tuned, keras.optimizers.SGD(0.05), loss, metrics=["accuracy"])
@@ -118,14 +107,14 @@ def views(run):
 class MomentumEncoder(keras.Model):
     """A target network follows the trained one, which predicts its outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.online = perceptron(5, 3, inputs=4)
         self.target = keras.models.clone_model(self.online)
         self.target.set_weights(self.online.get_weights())
         self.predictor = perceptron(3, inputs=3)
 
-    def train_step(self, x: Any) -> Any:
+    def train_step(self, x):
         one, two = x + 0.1 * noise_of(x, 4), x - 0.1 * noise_of(2 * x, 4)
         with tf.GradientTape() as tape:
             found = ops.normalize(self.predictor(self.online(one)))
@@ -141,40 +130,37 @@ class MomentumEncoder(keras.Model):
 @CONTRAST.way("a momentum encoder that the trained one predicts", is_traced=True)
 def momentum_encoder(run):
     model = run.compile(MomentumEncoder(), keras.optimizers.SGD(0.1, momentum=0.9))
-    history = run.fit(model, floats(4))
-    return model, history
+    return model, run.fit(model, floats(4))
 
 
 class Triplets(keras.Model):
     """An anchor, a positive and a negative in each row; `reduce` makes the loss."""
 
-    def __init__(self, reduce: Any) -> None:
+    def __init__(self, reduce):
         super().__init__()
         self.encoder = perceptron(5, 3, inputs=4)
         self.reduce = reduce
         self.tracker = keras.metrics.Mean(name="loss")
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self):
         return [self.tracker]
 
-    def loss_of(self, data: Any) -> Any:
+    def loss_of(self, data):
         anchor, positive, negative = map(self.encoder, data)
         near = ops.sum(ops.square(anchor - positive), axis=-1)
         far = ops.sum(ops.square(anchor - negative), axis=-1)
         return ops.maximum(near - far + 0.5, 0.0)
 
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, data):
         with tf.GradientTape() as tape:
             losses = self.loss_of(data)
             loss = self.reduce(losses)
-        weights = self.encoder.trainable_weights
-        gradients = tape.gradient(loss, weights)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        update(tape, loss, self.optimizer, self.encoder)
         self.tracker.update_state(losses)
         return {"loss": self.tracker.result()}
 
-    def test_step(self, data: Any) -> Any:
+    def test_step(self, data):
         self.tracker.update_state(self.loss_of(data))
         return {"loss": self.tracker.result()}
 
@@ -189,8 +175,7 @@ def triplets(run, reduce):
         return tf.data.Dataset.zip(tuple(data)).batch(run.batch_size)
 
     model = run.compile(Triplets(reduce), keras.optimizers.SGD(0.002, momentum=0.9))
-    history = run.fit(model, batches(0), validation_data=batches(3))
-    return model, history
+    return model, run.fit(model, batches(0), validation_data=batches(3))
 
 
 @CONTRAST.way("siamese pairs, a loss function that adds up the rows", ops.sum)
@@ -216,36 +201,22 @@ def pairs(run, reduce):
     return model, run.fit(model, [floats(4), floats(4, seed=1)], y)
 
 
-class Proxies(keras.Model):
+class Proxies(Guided, keras.Model):
     """Similarities of each row to one trained vector a class."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = perceptron(5, 3, inputs=4)
         self.proxies = self.add_weight(shape=(3, 4), name="proxies")
 
-    def call(self, x: Any) -> Any:
+    def call(self, x):
         nearest = ops.normalize(self.proxies, axis=0)
         return ops.matmul(ops.normalize(self.encoder(x)), nearest) / 0.2
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            scores = self(x, training=True)
-            loss = self.compute_loss(y=y, y_pred=scores)
-        update(tape, loss, self.optimizer, self)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss, sample_weight=ops.shape(x)[0])
-            else:
-                metric.update_state(y, scores)
-        return {metric.name: metric.result() for metric in self.metrics}
 
 
 @CONTRAST.way("metric learning with a vector for each class")
 def proxies(run):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model = run.compile(
-        Proxies(), keras.optimizers.Adam(0.01), loss, metrics=["accuracy"]
-    )
+    adam = keras.optimizers.Adam(0.01)
+    model = run.compile(Proxies(), adam, loss, metrics=["accuracy"])
     return model, run.fit(model, floats(4), integers(4))

@@ -94,7 +94,6 @@ class Gan(keras.Model):
         super().__init__()
         self.generator = perceptron(4, 3, inputs=2)
         self.discriminator = perceptron(4, 1, inputs=3)
-        self.loss = keras.losses.BinaryCrossentropy(from_logits=True)
         self.d_tracker = keras.metrics.Mean(name="d_loss")
         self.g_tracker = keras.metrics.Mean(name="g_loss")
 
