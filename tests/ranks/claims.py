@@ -177,7 +177,7 @@ def assert_same_bits(arrays, expected):
     """Lists of arrays are equal, without any rounding."""
     for own, other in zip(arrays, expected, strict=True):
         assert own.dtype == other.dtype and own.shape == other.shape
-        assert (own == other).all()
+        np.testing.assert_array_equal(own, other)
 
 
 def state_of(model):
@@ -185,6 +185,8 @@ def state_of(model):
     if isinstance(model, OneProcess):
         return model.state
     optimizers = optimizers_of(model)
+    compiled = getattr(model, "optimizer", None)
+    assert compiled is None or any(each is compiled for each in optimizers)
     variables = [*model.weights, *(v for each in optimizers for v in each.variables)]
     return [keras.ops.convert_to_numpy(variable) for variable in variables]
 
@@ -198,6 +200,7 @@ def difference_of_states(states, expected_states):
     """The same of two lists of arrays."""
     differences = [0.0]
     for own, expected in zip(states, expected_states, strict=True):
+        assert own.shape == expected.shape
         scale = max(1e-3, float(np.abs(expected).max(initial=0.0)))
         gap = np.abs(own.astype("float64") - expected.astype("float64"))
         differences.append(float(gap.max(initial=0.0)) / scale)
@@ -264,5 +267,5 @@ def raises_everywhere(kind, call, *texts):
     messages = [message for _, message in errors]
     for message in messages:
         for text in texts:
-            assert text in message
+            assert text in message, (text, message)
     return messages

@@ -217,7 +217,7 @@ def test_values_that_cannot_be_summed_are_refused(world):
     raises_everywhere(TypeError, lambda: keras_dist.sum("text"), "'text'")
     too_large = f"Received: {world.size}"
     raises_everywhere(
-        ValueError, lambda: keras_dist.broadcast(1, world.size), too_large
+        ValueError, lambda: keras_dist.broadcast(1, root_rank=world.size), too_large
     )
 
 
