@@ -125,6 +125,7 @@ def main(folder: str, *names: str) -> int:
     for each in names:
         name, *words = each.split()
         keras.config.set_dtype_policy("float32")  # a page may have chosen another one
+        keras.backend.clear_session()
         keras.utils.set_random_seed(0)
         if os.environ.get("HOROVOD_RANK", "0") == "0":
             print(f"== {name}", flush=True)

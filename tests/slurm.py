@@ -57,9 +57,11 @@ def nodes(folder: Path) -> Iterator["Slurm"]:
     """
     (folder / "state").mkdir()
     facts = {"host": socket.gethostname(), "cores": os.cpu_count()}
-    ports = [free_port() for _ in range(3)]
+    ports: set[int] = set()
+    while len(ports) < 3:
+        ports.add(free_port())
     config = folder / "slurm.conf"
-    config.write_text(_CONFIG.format(folder=folder, ports=ports, **facts))
+    config.write_text(_CONFIG.format(folder=folder, ports=list(ports), **facts))
     slurm = Slurm(config)
     daemons: list[subprocess.Popen[str]] = []
     try:

@@ -237,6 +237,7 @@ def test_a_dry_run_tells_what_would_start(tmp_path):
 
 
 _TWO = ["--nnodes", 2, "--node-rank", 0, "--rdzv"]
+_NEEDS = "needs `--nnodes`, `--node-rank` and `--rdzv`"
 
 
 @pytest.mark.parametrize(
@@ -252,9 +253,9 @@ _TWO = ["--nnodes", 2, "--node-rank", 0, "--rdzv"]
         (["-np", 2, "--stall-limit", -1, "-m", "this"], "number of seconds"),
         (["--hostfile", "Makefile", "-m", "this"], "hosts file must be a name"),
         # What cannot meet.
-        (["--nnodes", 2, "-m", "this"], "needs `--nnodes`, `--node-rank` and `--rdzv`"),
-        (["--rdzv", "a:1", "-m", "this"], "needs `--nnodes`, `--node-rank` and"),
-        (["--nnodes", 2, "--rdzv", "a:1", "-m", "this"], "needs `--nnodes`, `--node-"),
+        (["--nnodes", 2, "-m", "this"], _NEEDS),
+        (["--rdzv", "a:1", "-m", "this"], _NEEDS),
+        (["--nnodes", 2, "--rdzv", "a:1", "-m", "this"], _NEEDS),
         ([*_TWO, "a:1", "-H", "a:1", "-m", "this"], "and no `-H`"),
         ([*_TWO, "a:b", "-m", "this"], "its name or address, and a port"),
         ([*_TWO, "a:1", "-m", "this"], "needs a secret of at least 16"),
@@ -265,7 +266,8 @@ _TWO = ["--nnodes", 2, "--node-rank", 0, "--rdzv"]
 )
 def test_arguments_that_cannot_be_used_are_named(words, message):
     """Before any rank is started, and before anything listens."""
-    done = run(*words, KERAS_DIST_SECRET="short")
+    secret = {"KERAS_DIST_SECRET": "short"} if "--rdzv" in words else {}
+    done = run(*words, **secret)
     assert done.returncode == 1
     assert message in done.stderr and "Received" in done.stderr
 
@@ -399,7 +401,7 @@ time.sleep(100)
 
 def test_many_ranks_find_the_store_at_once():
     """Even while it cannot answer; Horovod's own has room for five of them."""
-    store = start([sys.executable, "-c", _STORE])
+    store = start([sys.executable, "-c", _STORE], stderr=None)
     try:
         port = int(store.stdout.readline())
         store.send_signal(signal.SIGSTOP)

@@ -1,5 +1,6 @@
 """What ranks print reaches the screen whole, whatever it is, and holds up nothing."""
 
+import contextlib
 import os
 import random
 import signal
@@ -7,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from launch import RUN, launch, start, write_script
+from launch import RUN, finish, launch, start, write_script
 
 from keras_dist.launch.output import Output
 
@@ -48,10 +49,10 @@ def script(tmp_path):
 def printed(*words, ranks=1):
     """What the launcher prints, in bytes, and the seconds that it takes."""
     begin = time.monotonic()
-    process = start([*RUN, "-np", ranks, *words], text=False)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    return stdout, stderr, time.monotonic() - begin
+    how = {"text": False, "start_new_session": True}
+    done = finish(start([*RUN, "-np", ranks, *words], **how), 60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr, time.monotonic() - begin
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -118,12 +119,12 @@ def test_a_log_is_neither_a_link_nor_a_pipe(script, tmp_path):
 
 def test_a_rank_may_print_much_as_it_saves(script):
     """After SIGTERM too, somebody reads what it prints."""
-    process = start([*RUN, "-np", 1, script, "save"], stderr=None)
-    assert process.stdout.readline() == "there\n"
+    process = start([*RUN, "-np", 1, script, "save"], stderr=None, text=False)
+    assert process.stdout.readline() == b"there\n"
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=60)
-    assert stdout == "x" * 1_000_000 + "saved\n"
+    assert stdout == b"x" * 1_000_000 + b"saved\n"
     assert time.monotonic() - begin < 10
 
 
@@ -150,10 +151,10 @@ def screens(capsysbinary):
     return lambda: list(capsysbinary.readouterr())
 
 
-@pytest.fixture
-def ranks():
-    """Two ranks whose output comes to the screen."""
-    output = Output()
+@contextlib.contextmanager
+def two_ranks(folder=None):
+    """Two ranks whose output comes to the screen, which is another one in a fixture."""
+    output = Output(folder)
     ranks = [_Rank(output, number) for number in range(2)]
     yield ranks
     for rank in ranks:
@@ -167,44 +168,43 @@ _MIXED = ["größer".encode(), b"", b"a\tb  ", b"the end"]
 @pytest.mark.parametrize("size", [7, 100, 1 << 15])
 def test_what_is_shown_does_not_depend_on_how_it_arrives(screens, tmp_path, size):
     """In chunks of any size; the file of a rank has every byte, too."""
-    output = Output(tmp_path)
-    ranks = [_Rank(output, number) for number in range(2)]
     data = b"\n".join(_MIXED * 20)  # the last line without a newline
-    for rank in ranks:
-        for begin in range(0, len(data), size):
-            rank.write(1, data[begin : begin + size])
-        rank.close()
-    output.close()
+    with two_ranks(tmp_path) as ranks:
+        for rank in ranks:
+            for begin in range(0, len(data), size):
+                rank.write(1, data[begin : begin + size])
     assert [(tmp_path / f"rank.{n}.log").read_bytes() for n in (0, 1)] == [data] * 2
     assert screens() == [b"", data + b"\n"]
 
 
-def test_a_progress_bar_is_shown_as_it_grows(screens, ranks):
+def test_a_progress_bar_is_shown_as_it_grows(screens):
     """Each state with the rank before it, as soon as the next one begins."""
     written = [(b"\r 1/3", b"\r"), (b"\b\b\b\b\r 2/3", b"[1]  1/3\b\b\b\b\r")]
     written += [(b"\r 3/3", b"[1]  2/3\r"), (b" done\r", b"")]
     written += [(b"\nnext\r\n", b"[1]  3/3 done\r\n[1] next\r\n")]
-    for data, shown in written:
-        ranks[1].write(0, data)
-        assert screens()[0] == shown
+    with two_ranks() as (_, rank):
+        for data, shown in written:
+            rank.write(0, data)
+            assert screens()[0] == shown
 
 
-def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(screens, ranks):
+def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(screens):
     """It begins a new line."""
-    first, second = ranks
-    first.write(0, b"a long bar\ra longer bar")
-    second.write(0, b"line\nline\n")
-    first.write(0, b"\n")
+    with two_ranks() as (first, second):
+        first.write(0, b"a long bar\ra longer bar")
+        second.write(0, b"line\nline\n")
+        first.write(0, b"\n")
     assert screens()[0] == b"a long bar\r\n[1] line\n[1] line\na longer bar\n"
 
 
-def test_what_tensorflow_writes_as_it_is_imported_is_left_out(screens, ranks):
+def test_what_tensorflow_writes_as_it_is_imported_is_left_out(screens):
     """Information that it writes at any level; an error beside it is shown."""
     routine = b"I0000 00:00:1795808367.005865    4588 port.cc:153] oneDNN is on.\n"
     head = b"WARNING: All log messages before absl::InitializeLog() is called are\n"
     error = b"E0000 00:00:1795808369.811250    4588 cuda_platform.cc:52] no driver\n"
-    for rank in ranks:
-        rank.write(1, head + routine + error + b"I0000 am a user\n")
+    with two_ranks() as ranks:
+        for rank in ranks:
+            rank.write(1, head + routine + error + b"I0000 am a user\n")
     assert screens() == [
         b"",
         error + b"I0000 am a user\n[1] " + error + b"[1] I0000 am a user\n",

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from launch import ROOT, RUN, launch, start, write_script
+from launch import ROOT, RUN, finish, launch, start, write_script
 from test_launch import run
 
 _SCRIPT = """
@@ -44,10 +44,9 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("screen")
     command = [*RUN, "-np", 2, write_script(folder, _SCRIPT), folder / "m.keras"]
     # Not as text: Python would make a line of each state of a progress bar.
-    process = start(command, text=False)
-    stdout, stderr = process.communicate(timeout=200)
-    assert process.returncode == 1, stderr
-    return stdout.decode(), stderr.decode()
+    done = finish(start(command, text=False, start_new_session=True), 200)
+    assert done.returncode == 1, done.stderr
+    return done.stdout.decode(), done.stderr.decode()
 
 
 def test_callbacks_that_print_do_so_on_the_first_rank(seen):

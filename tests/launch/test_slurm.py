@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import slurm
-from launch import RUN, wait_for_files
+from launch import RUN, until, wait_for_files
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
 
@@ -49,7 +49,13 @@ def test_tasks_that_are_ranks_save_at_sigusr1_and_go_on(cluster, tmp_path):
     steps, path = tmp_path / "steps", tmp_path / "weights.npy"
     variables = {"RESUME": str(tmp_path / "resume")}
     process = cluster.start(*words, path, **variables, STEPS=str(steps), PAUSE="1")
-    wait_for_files(steps / "0.3", steps / "1.3", seconds=120)
+    files = steps / "0.3", steps / "1.3"
+    until(
+        lambda: process.poll() is not None or all(file.exists() for file in files),
+        f"{files}",
+        120,
+    )
+    assert process.poll() is None, process.communicate()
     assert cluster.run("scancel", "-s", "USR1", "-n", "saving").returncode == 0
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors

@@ -278,13 +278,13 @@ def test_each_patch_is_one_that_other_programs_take_too(tmp_path):
 def test_without_tensorflow_the_command_says_which_package_to_install(tmp_path):
     """And the package can be imported: only its use is an error."""
     (tmp_path / "psutil").symlink_to(Path(psutil.__file__).parent)
-    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    python = [sys.executable, "-S"]  # without the other packages of the environment
-    done = launch([*python, "-m", "keras_dist", "install-horovod"], env=env)
+    paths = f"PYTHONPATH={ROOT}{os.pathsep}{tmp_path}", f"PATH={os.environ['PATH']}"
+    # Without other variables, and without the other packages of the environment.
+    python = ["env", "-i", *paths, sys.executable, "-S"]
+    done = launch([*python, "-m", "keras_dist", "install-horovod"])
     assert done.returncode == 1
     assert "pip install 'tensorflow>=2.18,<2.22'" in done.stderr
-    words = [*python, "-c", "import keras_dist; keras_dist.dist_fit"]
-    done = launch(words, env=env)
+    done = launch([*python, "-c", "import keras_dist; keras_dist.dist_fit"])
     assert "without tensorflow and keras. Run: pip install" in done.stderr
 
 
