@@ -11,6 +11,7 @@ from models import vectors
 
 import keras_dist
 from keras_dist import private
+from keras_dist.optimizer import step_context
 
 NUM_ROWS = 101
 
@@ -18,12 +19,17 @@ NUM_ROWS = 101
 class Recording(keras.Sequential):
     """Calls `saw` with the rows of each step: the last number of a row is its own.
 
+    A batch that is a copy has none: it does not count.
+
     One rank draws more random numbers than the others. Otherwise its seeds would follow
     from the first rank's, and nobody would notice if they were not restored.
     """
 
     def train_step(self, data):
         rows = np.asarray(data[0])[:, -1].astype(int).tolist()
+        has_rows = step_context.current().has_rows
+        if has_rows is not None and not has_rows:
+            rows = []
         self.saw(int(private.batches_of(self.optimizer)), rows)
         for layer in self.layers:
             if isinstance(layer, keras.layers.Dropout) and keras_dist.rank() == 1:
