@@ -335,8 +335,9 @@ class _Runner:
             cut = cuts.pop()
             bounds = [(0, cut), (cut, self._rows)]
             fractions = [(end - begin) / self._rows for begin, end in bounds]
-            is_blind = not all(_has_gradients(whole, part) for part in run_parts())
-        numbers, parts = self._find_numbers(run_parts, judge)
+            parts = run_parts()
+            is_blind = not all(_has_gradients(whole, part) for part in parts)
+        numbers, parts = self._find_numbers(parts, run_parts, judge)
         updates, difference, weights = self._compare_updates(whole, parts, fractions)
         doubted: dict[Site, str | None] = {
             site: "neither"
@@ -379,7 +380,7 @@ class _Runner:
             means = [abs(np.mean([r.numbers[site] for r in runs])) for runs in both]
             return _find_growth(*means, least=_TIMES**0.5)
 
-        numbers, both = self._find_numbers(run_both, judge)
+        numbers, both = self._find_numbers(run_both(), run_both, judge)
         for index in range(len(both[0][0].gradients)):
             means = [
                 np.mean([_norm(r.gradients[index].values()) for r in runs])
@@ -389,10 +390,9 @@ class _Runner:
         return Trial(numbers, states=self._strays)
 
     def _find_numbers(
-        self, run: Callable[[], Any], judge: Callable[[Site, Any], str | None]
+        self, runs: Any, run: Callable[[], Any], judge: Callable[[Site, Any], Any]
     ) -> tuple[dict[Site, str | None], Any]:
         """Return the kind of each number, and runs in which they are multiplied."""
-        runs = run()
         numbers: dict[Site, str | None] = {}
         for level in _LEVELS:
             found = [site for site in self._sites if site[0] == level]
