@@ -120,9 +120,10 @@ class Source:
             return self._buffered[:count]
         if self.kind == "dataset" and self.has_seeded_passes and self.length is None:
             # The next pass goes on with this one: another would have another order.
-            self._unread = self._unread or untuned_pass(self.data)
+            self._unread = self._unread or iter(as_untuned(self.data))
             more = max(count - len(self._buffered), 0)
-            self._buffered += itertools.islice(self._unread, more)
+            with preserve_generators():
+                self._buffered += itertools.islice(self._unread, more)
             return self._buffered[:count]
         if self.kind == "dataset":
             return self._first_batches(self.data, count)

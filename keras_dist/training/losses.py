@@ -179,6 +179,11 @@ class PartOfLoss:
             given = rows["y_true"], rows["y_pred"], rows["sample_weight"]
             return super(PartOfLoss, self).__call__(*given)  # type: ignore[misc]
 
+        def plain_of_all(rows: Any) -> Any:
+            # Rows of all ranks: `weighted_mean` in it is the plain mean.
+            with step_context.enter(replace(context, rows=None)):
+                return plain(rows)
+
         def part() -> Any:
             value = plain(rows)
             masks = [private.mask_of(y_pred), self.__dict__.pop("_values_mask", None)]
@@ -191,10 +196,10 @@ class PartOfLoss:
         if kind == "reduction":
             return part()
         if kind == "batch":
-            value = gather_loss(plain, rows)
+            value = gather_loss(plain_of_all, rows)
             return plain(rows) if value is None else value
         site = context.next_site("loss")
-        return _choose(site, part, lambda: gather_loss(plain, rows))
+        return _choose(site, part, lambda: gather_loss(plain_of_all, rows))
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]

@@ -323,7 +323,7 @@ def _find_joint_context(caller: str = "") -> step_context.StepContext | None:
         RuntimeError: If XLA compiles the step, and `caller` is given.
     """
     context = step_context.current()
-    if context.trial is not None:
+    if context.trial is not None and context.rows is not None:
         return context
     if comm.size() == 1 or (step_context.is_inside() and context.rows is None):
         return None

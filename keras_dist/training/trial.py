@@ -328,28 +328,29 @@ class _Runner:
             tolerance = self._tolerances[1] * size
             return _kind(size, abs(value - mean), abs(value - sum(values)), tolerance)
 
-        # The first cut after which no part has a gradient of 0: it hides a divisor.
-        cuts = [max(1, self._rows * sixths // 6) for sixths in (4, 2)]
-        is_blind = True
-        while cuts and is_blind:
-            cut = cuts.pop()
+        tried = []
+        for cut in (max(1, self._rows // 3), max(1, 2 * self._rows // 3)):
             bounds = [(0, cut), (cut, self._rows)]
             fractions = [(end - begin) / self._rows for begin, end in bounds]
-            parts = run_parts()
-            is_blind = not all(_has_gradients(whole, part) for part in parts)
+            tried.append((bounds, fractions, run_parts()))
+            # A part without a label, and so without a gradient, hides a divisor.
+            if all(_has_gradients(whole, part) for part in tried[-1][2]):
+                break
+        else:
+            tried.reverse()  # no cut is better than the first
+        bounds, fractions, parts = tried[-1]
         numbers, parts = self._find_numbers(parts, run_parts, judge)
         updates, difference, weights = self._compare_updates(whole, parts, fractions)
         doubted: dict[Site, str | None] = {
             site: "neither"
             for site in self._gatherable
-            if is_blind
-            or (numbers.get(site) == "mean" and "neither" in updates.values())
+            if numbers.get(site) == "mean" and "neither" in updates.values()
         }
         # A value may be the mean of the parts' where the gradient is not.
         if self._set_kinds(numbers | doubted):
             parts = run_parts()
             others = self._compare_updates(whole, parts, fractions)
-            if is_blind or others[0] != updates:
+            if others[0] != updates:
                 numbers |= doubted
                 updates, difference, weights = others
         states = compare_states(

@@ -177,7 +177,7 @@ def assert_same_bits(arrays, expected):
     """Lists of arrays are equal, without any rounding."""
     for own, other in zip(arrays, expected, strict=True):
         assert own.dtype == other.dtype and own.shape == other.shape
-        np.testing.assert_array_equal(own, other)
+        assert np.array_equal(own, other), (own, other)  # NaN is not NaN
 
 
 def state_of(model):

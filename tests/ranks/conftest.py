@@ -98,9 +98,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def limit_files():
     """Lets no file grow beyond so many bytes, as on a full disk, or ends that."""
-    _, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limit(size=resource.RLIM_INFINITY):
+    def limit(size=before):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, largest))
 
     yield limit

@@ -25,8 +25,6 @@ MISSING[50] = Y[50]
 MISSING[:10:2] = np.nan  # the first of two ranks has no label of the first batch
 ONE_HAS_NONE = Y.copy()
 ONE_HAS_NONE[:10:2] = np.nan  # and the other one has all: a mean, as far as it sees
-ONE_LABEL = Y.copy()
-ONE_LABEL[2:10] = np.nan  # one on each of two ranks: nothing is in both parts
 
 
 def masked_mean(y, p):
@@ -100,8 +98,16 @@ def root(y, p):
     return tf.sqrt(tf.reduce_mean(tf.square(y - p)))
 
 
+def root_of_weighted(y, p):
+    """The root of a mean of ours, which is the plain one where rows are gathered."""
+    is_known = ~tf.math.is_nan(y)
+    y = tf.where(is_known, y, tf.zeros_like(y))
+    return tf.sqrt(keras_dist.weighted_mean(tf.square(y - p), is_known))
+
+
+MASKED = masked_mean, quotient, columns, root_of_weighted
 LOSSES = {
-    f.__name__: (f, MISSING if f in (masked_mean, quotient, columns) else Y)
+    f.__name__: (f, MISSING if f in MASKED else Y)
     for f in (
         masked_mean,
         quotient,
@@ -114,12 +120,12 @@ LOSSES = {
         ranking,
         neighbors,
         root,
+        root_of_weighted,
     )
 }
 LOSSES |= {
     "none_and_nan": (masked_mean, ONE_HAS_NONE),
     "none_and_zero": (columns, ONE_HAS_NONE),
-    "one_label": (columns, ONE_LABEL),
     "dice": (keras.losses.Dice(dtype="float64"), Y),
     "tversky": (keras.losses.Tversky(alpha=0.3, beta=0.7, dtype="float64"), Y),
     "circle": (
@@ -211,7 +217,13 @@ HOW = {
     'batch="global"': (
         {},
         LOSSES,
-        {"masked_mean", "neighbors", "ignore_class", "none_and_nan", "one_label"},
+        {
+            "masked_mean",
+            "root_of_weighted",
+            "neighbors",
+            "ignore_class",
+            "none_and_nan",
+        },
     ),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
     "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {"dice"}),

@@ -74,7 +74,8 @@ class Gan(keras.Model):
             with tf.GradientTape() as tape:
                 score = self.critic(self.generator(x)) - self.critic(x)
                 loss = keras.ops.mean(keras.ops.square(score - y))
-            update(tape, loss, of_critic, self.critic)
+            weights = self.critic.trainable_weights
+            of_critic.apply(tape.gradient(loss, weights), weights)
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(self(x) - y))
         update(tape, loss, of_generator, self.generator)

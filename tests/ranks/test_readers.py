@@ -134,7 +134,7 @@ class Shuffled(Sequence):
         super().__init__(self.x, self.x.sum(axis=1), [12])
 
     def on_epoch_end(self):
-        np.random.shuffle(self.x)
+        self.x = np.random.permutation(self.x)  # batches of before stay what they are
         self.batches = Sequence(self.x, self.x.sum(axis=1), [12]).batches
 
 

@@ -231,7 +231,11 @@ def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
             (as_shuffled, {}, f"{goes_on} batch"),
             (as_steady, {}, f"{begins} its data has no known position"),
             (as_unseeded, {}, f"{begins} its data has no known position"),
-            (as_sequence, {"steps_per_epoch": 4}, f"{begins} `steps_per_epoch` with"),
+            (
+                as_sequence,
+                {"steps_per_epoch": 4},
+                f"{begins} `steps_per_epoch` with batches",
+            ),
         ]
     ):
         if as_data is as_steady and keras_dist.size() == 1:

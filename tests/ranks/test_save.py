@@ -188,8 +188,15 @@ def test_another_save_of_the_same_path_damages_none(folder, store):
     object.__setattr__(layer, "calls", [wait_for_other, wait_for_load])
     met()
     load = partial(load_weights, path, model)
-    errors = gather_errors(Exception, lambda: (model.save_weights(path), load()))
-    is_loaded.set()
+
+    def save_and_load():
+        try:
+            model.save_weights(path)
+            load()
+        finally:
+            is_loaded.set()
+
+    errors = gather_errors(Exception, save_and_load)
     other.join()
     errors += gather_errors(Exception, load)
     assert errors == [None] * 2 * keras_dist.size()

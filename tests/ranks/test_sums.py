@@ -3,6 +3,8 @@
 In float64, since a wrong factor of one small term would pass for rounding.
 """
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -86,19 +88,22 @@ def added(function):
 
 
 def calling(kind, loss=None):
-    """A function that makes a model of a class, which calls what it is given."""
+    """A function that makes a model of a class, which calls what it is given.
+
+    `loss` makes one to compile with, of the dtype of the test.
+    """
 
     def make(function):
         model = kind(layers())
         model.function = function
-        return model, loss
+        return model, loss and loss()
 
     return make
 
 
 computed, stepped = calling(Computes), calling(Steps)
 detected, detected_mean = (
-    calling(Detects, keras.losses.MeanSquaredError(reduction=reduction))
+    calling(Detects, partial(keras.losses.MeanSquaredError, reduction=reduction))
     for reduction in ("sum", "sum_over_batch_size")
 )
 

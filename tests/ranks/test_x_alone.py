@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_equal_to_the_bit, distribute_jobs, shortened
-from data_kinds import Listed
 from models import Stepping, make_compiled
 
 import keras_dist
@@ -13,6 +12,21 @@ import keras_dist
 pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
 ROWS = 26  # with batches of 4: the last ones are fewer, and one of them is smaller
+
+
+class Numbered(keras.utils.PyDataset):
+    """Batches of a list, of which `num_batches` alone tells the number."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    @property
+    def num_batches(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
 
 
 class Autoencoder(Stepping):
@@ -84,7 +98,7 @@ KINDS = {
     "arrays": lambda x, size: x,
     "data set": dataset,
     "filtered": lambda x, size: dataset(x, size).filter(lambda *_: tf.constant(True)),
-    "sequence": lambda x, size: Listed(in_batches(x, size)),
+    "sequence": lambda x, size: Numbered(in_batches(x, size)),
     "generator": lambda x, size: (batch for batch in in_batches(x, size)),
 }
 QUICK = {
