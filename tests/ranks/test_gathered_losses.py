@@ -98,16 +98,8 @@ def root(y, p):
     return tf.sqrt(tf.reduce_mean(tf.square(y - p)))
 
 
-def root_of_weighted(y, p):
-    """The root of a mean of ours, which is the plain one where rows are gathered."""
-    is_known = ~tf.math.is_nan(y)
-    y = tf.where(is_known, y, tf.zeros_like(y))
-    return tf.sqrt(keras_dist.weighted_mean(tf.square(y - p), is_known))
-
-
-MASKED = masked_mean, quotient, columns, root_of_weighted
 LOSSES = {
-    f.__name__: (f, MISSING if f in MASKED else Y)
+    f.__name__: (f, MISSING if f in (masked_mean, quotient, columns) else Y)
     for f in (
         masked_mean,
         quotient,
@@ -120,7 +112,6 @@ LOSSES = {
         ranking,
         neighbors,
         root,
-        root_of_weighted,
     )
 }
 LOSSES |= {
@@ -219,7 +210,6 @@ HOW = {
         LOSSES,
         {
             "masked_mean",
-            "root_of_weighted",
             "neighbors",
             "ignore_class",
             "none_and_nan",
@@ -269,6 +259,31 @@ def test_means_in_a_compute_loss_that_is_neither_are_logged(kind, is_eager):
     with warned("one process") as texts:
         _, logs, _ = assert_equals_one_process(make, data, 10, **how)
     assert not texts and "seen" in logs and ("boxes_loss" in logs) == (kind is Detector)
+
+
+@pytest.mark.three_ranks
+def test_a_loss_whose_rows_are_gathered_may_call_weighted_mean():
+    """It is the plain mean there, of the rows of all ranks."""
+
+    def root_of_weighted(y, p):
+        is_known = ~tf.math.is_nan(y)
+        y = tf.where(is_known, y, tf.zeros_like(y))
+        return tf.sqrt(keras_dist.weighted_mean(tf.square(y - p), is_known))
+
+    def make(loss):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    assert_equals_one_process(
+        lambda: make(root_of_weighted),
+        (X, MISSING),
+        10,
+        batch="global",
+        plain_make=lambda: make(lambda y, p: tf.sqrt(quotient(y, p))),
+        tolerance=1e-9,
+    )
 
 
 def test_the_plan_says_how_much_is_gathered(world, capsys):
