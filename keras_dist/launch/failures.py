@@ -18,7 +18,7 @@ _MOST_LINES = 16
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, or where it was when its host began to end all.
+    """The end of one rank, or its place when its host began to end all ranks.
 
     Args:
         rank: The rank.

@@ -179,8 +179,8 @@ class PartOfLoss:
             given = rows["y_true"], rows["y_pred"], rows["sample_weight"]
             return super(PartOfLoss, self).__call__(*given)  # type: ignore[misc]
 
-        def plain_of_all(rows: Any) -> Any:
-            # Rows of all ranks: `weighted_mean` in it is the plain mean.
+        def compute_whole(rows: Any) -> Any:
+            # Of the rows of all ranks, `weighted_mean` is the plain mean.
             with step_context.enter(replace(context, rows=None)):
                 return plain(rows)
 
@@ -196,10 +196,10 @@ class PartOfLoss:
         if kind == "reduction":
             return part()
         if kind == "batch":
-            value = gather_loss(plain_of_all, rows)
+            value = gather_loss(compute_whole, rows)
             return plain(rows) if value is None else value
         site = context.next_site("loss")
-        return _choose(site, part, lambda: gather_loss(plain_of_all, rows))
+        return _choose(site, part, lambda: gather_loss(compute_whole, rows))
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]

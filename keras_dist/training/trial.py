@@ -141,7 +141,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a step gave.
+    """The results of one run of a step.
 
     Args:
         gradients: For each update, by the weight's path: some elements of its gradient.
@@ -329,7 +329,8 @@ class _Runner:
             return _kind(size, abs(value - mean), abs(value - sum(values)), tolerance)
 
         tried = []
-        for cut in (max(1, self._rows // 3), max(1, 2 * self._rows // 3)):
+        thirds = (self._rows // 3, 2 * self._rows // 3)
+        for cut in dict.fromkeys(max(1, third) for third in thirds):
             bounds = [(0, cut), (cut, self._rows)]
             fractions = [(end - begin) / self._rows for begin, end in bounds]
             tried.append((bounds, fractions, run_parts()))
