@@ -46,13 +46,14 @@ def list_cases() -> list:
     first, last = VERSION["FIRST_TENSORFLOW"][1], VERSION["LAST_TENSORFLOW"][1]
     for minor in range(first, last + 1):
         pythons = ["3.11", "3.12", "3.13"][: 2 if minor < 20 else 3]
-        oldest = VERSION["OLDEST_KERAS"] if minor < 21 else (3, 12)
+        keras = VERSION["OLDEST_KERAS"] if minor < 21 else (3, 12)
+        oldest = VERSION["format_version"](keras)
         for python in pythons:
             is_corner = minor in (first, last) and python in (pythons[0], pythons[-1])
             name = f"py{python}_tf2.{minor}".replace(".", "")
             kerases = {f"{name}_newest": "keras>=3.15"}
             if is_corner:
-                kerases[f"{name}_oldest"] = f"keras=={VERSION['dotted'](oldest)}.*"
+                kerases[f"{name}_oldest"] = f"keras=={oldest}.*"
             tensorflow = f"tensorflow>=2.{minor}.0rc0,==2.{minor}.*"
             cases += [
                 nox.param(python, tensorflow, keras, is_corner, id=case)

@@ -1,9 +1,11 @@
-"""`make release`: what it refuses, and what it writes, in a repository of its own."""
+"""`make release` in a repository of its own; what `make matrix` would try."""
 
 import runpy
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -90,3 +92,14 @@ def test_changes_that_are_not_committed_are_refused(release, repository):
     (repository / "new.py").write_text("")
     (problem,) = release["problems"](repository, "1.2.3")
     assert "not committed" in problem
+
+
+def test_the_matrix_has_all_pairs_and_the_oldest_keras_at_its_corners(monkeypatch):
+    """With a stand-in for nox, which is in an environment of its own."""
+    nox = MagicMock(param=lambda *values, id: (id, values[2]))
+    monkeypatch.setitem(sys.modules, "nox", nox)
+    monkeypatch.chdir(ROOT)
+    cases = dict(runpy.run_path("noxfile.py")["list_cases"]())
+    assert len([name for name in cases if name.endswith("newest")]) == 10
+    assert cases["py311_tf218_oldest"] == cases["py312_tf218_oldest"] == "keras==3.10.*"
+    assert cases["py311_tf221_oldest"] == cases["py313_tf221_oldest"] == "keras==3.12.*"
