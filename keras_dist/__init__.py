@@ -93,7 +93,7 @@ if not _missing and not _is_command:
     )
     from keras_dist.distribution import VARIABLE, distribute
     from keras_dist.fit import DistributedModel, dist_fit
-    from keras_dist.optimizer import DistributedOptimizer
+    from keras_dist.optimizer.attach import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard
     from keras_dist.training import saving
     from keras_dist.training.check_split import check_split

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import keras
 
-from keras_dist import comm, fit, mixin, optimizer, private
+from keras_dist import comm, fit, mixin, private
 from keras_dist.callbacks.user_callbacks import is_alone
 from keras_dist.data.division import StepsRule
 from keras_dist.errors import is_known
 from keras_dist.lines import find_caller
 from keras_dist.optimizer import step_context
+from keras_dist.optimizer.attach import ReducesGradients, is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.setup.arguments import KerasArguments, Options
 
@@ -145,7 +146,7 @@ def _bind(
 
 def _on_batch(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        averages = optimizer.is_distributed(getattr(model, "optimizer", None))
+        averages = is_distributed(getattr(model, "optimizer", None))
         if averages or _is_plain(model, name) or comm.size() == 1:
             return plain(model, *args, **kwargs)
         raise RuntimeError(
@@ -161,7 +162,7 @@ def _on_batch(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _on_apply(plain: Callable[..., Any], _: str) -> Callable[..., Any]:
     def call(optimizer_: Any, *args: Any, **kwargs: Any) -> Any:
-        averages = mixin.has(optimizer_, optimizer.ReducesGradients)
+        averages = mixin.has(optimizer_, ReducesGradients)
         is_ours = averages or step_context.is_inside()
         if is_ours or is_alone() or comm.size() == 1 or comm.is_rank_child():
             return plain(optimizer_, *args, **kwargs)

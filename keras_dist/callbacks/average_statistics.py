@@ -5,8 +5,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, optimizer
+from keras_dist import comm
 from keras_dist.callbacks.replica_check import read_checksums
+from keras_dist.optimizer.accumulation import move_to_first_rank, pending_sums
 from keras_dist.training.install import install, uninstall
 from keras_dist.training.metrics import combine, rule_of
 from keras_dist.training.session import session_of
@@ -67,14 +68,14 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if session_of(self.model).has_started:  # on all ranks; else on none
-            comm.broadcast_variables(optimizer.pending_sums(self.model), 0)
+            comm.broadcast_variables(pending_sums(self.model), 0)
         uninstall(self.model)
 
     def _synchronize(self) -> None:
         if comm.size() == 1 or not self._has_changed:
             return
         self._has_changed = False
-        optimizer.move_to_first_rank(optimizer.pending_sums(self.model))
+        move_to_first_rank(pending_sums(self.model))
         by_rule = variables_by_rule(self.model)
         if by_rule["mean"]:
             _average(by_rule["mean"], session_of(self.model).rows_trained)

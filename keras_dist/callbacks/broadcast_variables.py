@@ -5,7 +5,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import comm, optimizer, private
+from keras_dist import comm, private
+from keras_dist.optimizer.accumulation import own_sums
+from keras_dist.optimizer.attach import is_distributed, move_to_outermost
+from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.training.install import install, uninstall
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import GOLDEN, session_of
@@ -40,7 +43,7 @@ class BroadcastVariables(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         if getattr(model, "optimizer", None) is not None:
-            optimizer.move_to_outermost(model.optimizer)
+            move_to_outermost(model.optimizer)
         # First, so that the other hooks see the state that all ranks start from.
         install(model).call_at_start(self.broadcast, index=0)
 
@@ -72,8 +75,8 @@ class BroadcastVariables(keras.callbacks.Callback):
         self._copy()
         if comm.rank() != 0:
             # Theirs are added to the first rank's, which count once.
-            for outer in optimizer.optimizers_of(self.model):
-                for accumulator in optimizer.own_sums(outer):
+            for outer in optimizers_of(self.model):
+                for accumulator in own_sums(outer):
                     accumulator.assign(keras.ops.zeros_like(accumulator))
 
     def _copy(self) -> None:
@@ -106,7 +109,7 @@ def _describe_override(model: Any) -> str:
 
 def build_optimizers(model: Any) -> None:
     """Make the state of the optimizers of a built model."""
-    for outer in optimizer.optimizers_of(model):
+    for outer in optimizers_of(model):
         if model.built and not outer.built:
             outer.build(model.trainable_variables)
 
@@ -114,7 +117,7 @@ def build_optimizers(model: Any) -> None:
 def state_variables(model: Any) -> list[Any]:
     """List weights and optimizer state, in the same order on every rank."""
     variables = list(model.weights)
-    for outer in optimizer.optimizers_of(model):
+    for outer in optimizers_of(model):
         variables += outer.variables
     return list({id(v): v for v in variables}.values())
 
@@ -133,7 +136,7 @@ def _derive_rank_seed(state: np.ndarray, rank: int) -> np.ndarray:
 
 def _check_averages(model: Any) -> None:
     compiled = getattr(model, "optimizer", None)
-    if compiled is not None and not optimizer.is_distributed(compiled):
+    if compiled is not None and not is_distributed(compiled):
         raise ValueError(
             "The optimizer of this model does not average its gradients, so the models "
             f"of the {comm.size()} ranks would diverge. Received: {compiled!r}. "

@@ -20,7 +20,7 @@ from keras_dist.callbacks.user_callbacks import (
     runs_on_first_rank_only,
 )
 from keras_dist.launch.monitor.record import here
-from keras_dist.optimizer import effective_rates
+from keras_dist.optimizer.rate import effective_rates
 from keras_dist.training.session import session_of
 
 

@@ -4,8 +4,14 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, optimizer
-from keras_dist.optimizer.rate import LearningRateRule, make_factor, rate_factor
+from keras_dist import comm
+from keras_dist.optimizer.rate import (
+    LearningRateRule,
+    make_factor,
+    rate_factor,
+    scale_rate,
+    unscale_rate,
+)
 from keras_dist.training.install import install, uninstall
 
 
@@ -66,7 +72,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "`steps_per_epoch` to LearningRateWarmup or to fit."
             )
         full = rate_factor(self.lr_scaling, size=comm.size())
-        optimizer.scale_rate(
+        scale_rate(
             self.model.optimizer,
             make_factor(
                 full=full, warmup_steps=round(self.warmup_epochs * (steps or 0))
@@ -74,5 +80,5 @@ class LearningRateWarmup(keras.callbacks.Callback):
         )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        optimizer.unscale_rate(self.model.optimizer)
+        unscale_rate(self.model.optimizer)
         uninstall(self.model)

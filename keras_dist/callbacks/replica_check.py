@@ -9,8 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer
+from keras_dist import comm
 from keras_dist.lines import warn
+from keras_dist.optimizer.accumulation import own_sums
+from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.training.losses import is_keras_method
 
 Action = Literal["raise", "resync"]
@@ -160,9 +162,9 @@ def _variables(model: Any) -> list[Any]:
     """
     left_out: set[int] = set()
     state = []
-    for found in optimizer.optimizers_of(model):
+    for found in optimizers_of(model):
         state += found.variables
-        left_out |= {id(variable) for variable in optimizer.own_sums(found)}
+        left_out |= {id(variable) for variable in own_sums(found)}
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())

@@ -12,11 +12,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, optimizer, private
+from keras_dist import comm, private
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.callbacks.broadcast_variables import seed_states, state_variables
 from keras_dist.callbacks.user_callbacks import runs_on_first_rank_only
 from keras_dist.checkpoint.files import digest, to_json
+from keras_dist.optimizer.accumulation import pending_sums
+from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
 from keras_dist.training.metrics import (
     UpdateCounts,
     combine,
@@ -62,7 +65,7 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
         callbacks: State of each callback on this rank.
     """
     session, variables = session_of(model), state_variables(model)
-    sums = {id(accumulator) for accumulator in optimizer.pending_sums(model)}
+    sums = {id(accumulator) for accumulator in pending_sums(model)}
     own = sums | {id(variable) for variable in model.non_trainable_weights}
     values = {
         str(index): comm.to_array(variable)
@@ -120,7 +123,7 @@ def restore_first(
 
 def read_rates(model: Any) -> list[dict[str, float]]:
     """Return how far each optimizer's learning rate has come."""
-    return [optimizer.rate_progress(leaf) for leaf in _leaves(model)]
+    return [rate_progress(leaf) for leaf in _leaves(model)]
 
 
 def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
@@ -132,13 +135,13 @@ def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
         warmup: Warm-up steps now, divided by the warm-up steps when it was saved.
     """
     for leaf, progress in zip(_leaves(model), rates, strict=True):
-        optimizer.restore_rate_progress(leaf, progress, warmup)
+        restore_rate_progress(leaf, progress, warmup)
 
 
 def _leaves(model: Any) -> list[Any]:
     """Return the innermost optimizers of a model."""
-    outermost = optimizer.optimizers_of(model)
-    return [leaf for outer in outermost for leaf in optimizer.leaves(outer)]
+    outermost = optimizers_of(model)
+    return [leaf for outer in outermost for leaf in leaves(outer)]
 
 
 def restore_rank(model: Any, own: dict[str, Any]) -> None:
@@ -197,7 +200,7 @@ def _merge_ranks(
     """Merge, on the first rank, the variables that differ between the ranks."""
     by_rule = variables_by_rule(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
-    accumulated = {id(accumulator) for accumulator in optimizer.pending_sums(model)}
+    accumulated = {id(accumulator) for accumulator in pending_sums(model)}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
     rows = np.array([own["rows"] for own in ranks], np.float64)
     differing = {int(index) for own in ranks for index in own["variables"]}

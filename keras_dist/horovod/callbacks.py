@@ -14,7 +14,7 @@ from keras_dist.horovod.optimizer import (
     is_next_an_update,
     move_to_outermost,
 )
-from keras_dist.optimizer import leaves
+from keras_dist.optimizer.nested import leaves
 from keras_dist.training import build
 
 __all__ = [

@@ -9,9 +9,10 @@ from typing import Any
 import h5py
 import keras
 
-from keras_dist import comm, optimizer
+from keras_dist import comm
 from keras_dist.horovod.collectives import Average, Compression
 from keras_dist.horovod.optimizer import average, make_options, move_to_outermost
+from keras_dist.optimizer.attach import is_distributed
 
 
 def load_model(
@@ -94,6 +95,6 @@ def adapt(model: Any) -> None:
     outermost = getattr(model, "optimizer", None)
     if outermost is None or comm.size() == 1:
         return
-    if optimizer.is_distributed(outermost):
+    if is_distributed(outermost):
         move_to_outermost(outermost)
         model.jit_compile = False

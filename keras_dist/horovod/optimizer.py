@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, mixin, optimizer, private
+from keras_dist import comm, mixin, private
 from keras_dist.horovod.collectives import (
     Average,
     Compression,
@@ -16,8 +16,10 @@ from keras_dist.horovod.collectives import (
     no_autograph,
     reduction,
 )
-from keras_dist.optimizer import step_context
+from keras_dist.optimizer import attach, step_context
+from keras_dist.optimizer.nested import leaves, nested_optimizers, variables_of
 from keras_dist.optimizer.reduce import Averaging, exchange
+from keras_dist.optimizer.sparse import with_shape
 from keras_dist.training.batch_norm import GlobalMoments
 
 
@@ -137,9 +139,7 @@ class Passes:
 
 def average(plain: Any, options: Averaging, passes: Passes | None = None) -> Any:
     """Change an optimizer in place so that it averages as Horovod's does."""
-    optimizer.DistributedOptimizer(
-        plain, op=options.op, compression=options.compression
-    )
+    attach.DistributedOptimizer(plain, op=options.op, compression=options.compression)
     # Keras does not track attributes that are set so; it would save them.
     object.__setattr__(plain, "_passes", passes or Passes())
     mixin.add(plain, AppliesLikeHorovod)
@@ -148,8 +148,8 @@ def average(plain: Any, options: Averaging, passes: Passes | None = None) -> Any
 
 def move_to_outermost(outer: Any) -> None:
     """Let the outermost optimizer average, if one inside of it does so far."""
-    optimizer.move_to_outermost(outer)
-    for part in optimizer.nested_optimizers(outer)[1:]:
+    attach.move_to_outermost(outer)
+    for part in nested_optimizers(outer)[1:]:
         is_ours = mixin.has(part, AppliesLikeHorovod)
         if is_ours and not mixin.has(outer, AppliesLikeHorovod):
             passes = Passes(is_dense=part._passes.is_dense)
@@ -159,7 +159,7 @@ def move_to_outermost(outer: Any) -> None:
 
 def is_next_an_update(outer: Any) -> bool:
     """Return True if the next batch ends with an update."""
-    found = (vars(p).get("_passes") for p in optimizer.nested_optimizers(outer))
+    found = (vars(p).get("_passes") for p in nested_optimizers(outer))
     return all(
         passes is None
         or (0 if passes.count is None else int(passes.count)) == passes.number - 1
@@ -176,7 +176,7 @@ class AppliesLikeHorovod:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         apply = super().apply  # type: ignore[misc]
         grads, passes = list(grads), self._passes
-        known = optimizer.variables_of(self, trainable_variables)
+        known = variables_of(self, trainable_variables)
         present = [gradient for gradient in grads if gradient is not None]
         context = step_context.current()
         if not context.is_averaged and present and all(map(is_reduced, present)):
@@ -185,7 +185,7 @@ class AppliesLikeHorovod:
         if passes.number == 1 and (context.is_averaged or not passes.is_dense):
             return apply(grads, trainable_variables)
         grads = [
-            g if g is None else tf.convert_to_tensor(optimizer.with_shape(g, variable))
+            g if g is None else tf.convert_to_tensor(with_shape(g, variable))
             for g, variable in zip(grads, known, strict=True)
         ]
         if passes.number == 1:
@@ -227,7 +227,7 @@ def _add(own: Any, gradients: list[Any], known: list[Any], apply: Any) -> None:
 
     def only_count() -> Any:
         # Horovod counts batches, and so do the rates that depend on the count.
-        for leaf in optimizer.leaves(own):
+        for leaf in leaves(own):
             private.batches_of(leaf).assign_add(1)
         return tf.constant(False)
 
@@ -304,7 +304,7 @@ class ReducesTape:
         local = super().gradient(target, sources, output_gradients, *args, **kwargs)  # type: ignore[misc]
         flat: list[Any] = tf.nest.flatten(local)
         present = [
-            (index, optimizer.with_shape(flat[index], variable))
+            (index, with_shape(flat[index], variable))
             for index, variable in enumerate(tf.nest.flatten(sources))
             if flat[index] is not None
         ]

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, optimizer, plan
+from keras_dist import comm, plan
 from keras_dist.callbacks.callback_order import (
     NextEpoch,
     on_this_rank,
@@ -18,7 +18,10 @@ from keras_dist.callbacks.user_callbacks import is_writer, runs_on_first_rank_on
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed
-from keras_dist.optimizer.rate import rate_factor
+from keras_dist.optimizer.attach import averaging_of
+from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.rate import rate_factor, schedule_of
+from keras_dist.optimizer.reduce import Averaging
 from keras_dist.setup.arguments import KerasArguments, Options
 
 
@@ -43,7 +46,7 @@ class FitSetup:
     callbacks: list[Any]
     training: Feed
     validation: Feed | None
-    averaging: list[optimizer.Averaging]
+    averaging: list[Averaging]
     factor: float
     step_multiplier: int
     warmup_steps: int
@@ -126,7 +129,7 @@ def _find_strategy(model: Any) -> Any:
     if model.distribute_strategy is not tf.distribute.get_strategy():
         return model.distribute_strategy
     variables = list(model.variables)
-    for found in optimizer.optimizers_of(model):
+    for found in optimizers_of(model):
         variables += found.variables
     for variable in variables:
         value = getattr(variable, "value", None)
@@ -149,7 +152,7 @@ def prepare(
     Raises:
         ValueError: If an argument is unusable.
     """
-    averaging = optimizer.averaging_of(model)
+    averaging = averaging_of(model)
     if options.batch == "global" and any(each.op != "average" for each in averaging):
         raise ValueError(
             'batch="global" gives the model of one process, and a sum of gradients '
@@ -329,9 +332,9 @@ def _describe_rates(
         epochs = plan.format_number(options.warmup_epochs)
         warmup = f", after {epochs} epoch{plural} of warm-up"
 
-    for each in optimizer.optimizers_of(model):
-        for leaf in optimizer.leaves(each):
-            schedule = optimizer.schedule_of(leaf)
+    for each in optimizers_of(model):
+        for leaf in leaves(each):
+            schedule = schedule_of(leaf)
             if schedule is None:
                 now = float(comm.to_array(leaf.learning_rate))
                 before, after = map(plan.format_number, (now, now * factor))

@@ -11,7 +11,8 @@ from keras_dist import comm, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.lines import warn
-from keras_dist.optimizer import optimizers_of, step_context
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.session import Session

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.optimizer import attach_to, optimizers_of
+from keras_dist.optimizer.attach import attach_to
+from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.training import (
     batch_norm,
     build,

@@ -14,10 +14,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from keras_dist import comm, mixin, optimizer, private
+from keras_dist import comm, mixin, private
 from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import as_untuned
-from keras_dist.optimizer.rate import make_factor
+from keras_dist.optimizer.attach import attach_to, averaging_of
+from keras_dist.optimizer.nested import optimizers_of
+from keras_dist.optimizer.rate import make_factor, scale_rate, unscale_rate
 from keras_dist.training import batch_norm, saving
 from keras_dist.training.session import Session, TracedFunctions, session_of
 from keras_dist.training.step import DistributedStep
@@ -82,18 +84,18 @@ def train_on_all(
     averaging: set[int] = set()
 
     def average() -> None:
-        for each in optimizer.optimizers_of(model):
+        for each in optimizers_of(model):
             if id(each) not in averaging:
                 averaging.add(id(each))
                 if comm.size() > 1:
-                    stack.enter_context(optimizer.attach_to(each))
-                stack.callback(optimizer.unscale_rate, each)
+                    stack.enter_context(attach_to(each))
+                stack.callback(unscale_rate, each)
 
     def scale_rates() -> None:
         factor = make_factor(full=full, warmup_steps=warmup_steps)
         if factor is not None or step_multiplier > 1:
-            for each in optimizer.optimizers_of(model):
-                optimizer.scale_rate(each, factor, step_multiplier=step_multiplier)
+            for each in optimizers_of(model):
+                scale_rate(each, factor, step_multiplier=step_multiplier)
 
     with contextlib.ExitStack() as stack:
         stack.callback(uninstall, model, is_over=True)
@@ -154,8 +156,8 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
     session = session_of(model)
     session.options = (
         rates,
-        optimizer.optimizers_of(model),
-        optimizer.averaging_of(model),
+        optimizers_of(model),
+        averaging_of(model),
         session.knows_rows,
         session.may_read_on,
         session.is_marked,

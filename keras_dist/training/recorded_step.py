@@ -10,14 +10,11 @@ import tensorflow as tf
 
 from keras_dist import private
 from keras_dist.errors import summarize
-from keras_dist.optimizer import (
-    Recorded,
-    apply_recorded,
-    reduce_gradients,
-    step_context,
-    variables_of,
-    with_shape,
-)
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.attach import Recorded, apply_recorded
+from keras_dist.optimizer.nested import variables_of
+from keras_dist.optimizer.reduce import reduce_gradients
+from keras_dist.optimizer.sparse import with_shape
 
 
 class RecordedStep:

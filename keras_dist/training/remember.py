@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import private
-from keras_dist.optimizer import optimizers_of
+from keras_dist.optimizer.nested import optimizers_of
 
 
 def list_variables(model: Any) -> list[Any]:

@@ -12,7 +12,8 @@ import tensorflow as tf
 from keras_dist import comm, private
 from keras_dist.data.feed import Feed, own_error
 from keras_dist.errors import is_known
-from keras_dist.optimizer import StopRequest, step_context
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.step_context import StopRequest
 from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.trial import Trial
 

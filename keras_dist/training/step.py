@@ -11,13 +11,9 @@ import tensorflow as tf
 from keras_dist import comm, private
 from keras_dist.data.dealer import add_mark, is_mark
 from keras_dist.lines import say, warn
-from keras_dist.optimizer import (
-    averages,
-    check_again,
-    explain_updates,
-    only_attached,
-    step_context,
-)
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.attach import averages, check_again, only_attached
+from keras_dist.optimizer.reduce import explain_updates
 from keras_dist.training import build, losses, metrics, trial
 from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep

@@ -31,7 +31,9 @@ import tensorflow as tf
 from keras_dist import comm, lines, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.errors import summarize
-from keras_dist.optimizer import Recorded, optimizers_of, step_context, variables_of
+from keras_dist.optimizer import step_context
+from keras_dist.optimizer.attach import Recorded
+from keras_dist.optimizer.nested import optimizers_of, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
 from keras_dist.training.batch_norm import explain_unsynchronized, share_moments
 from keras_dist.training.losses import num_rows

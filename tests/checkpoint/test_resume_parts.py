@@ -6,9 +6,14 @@ import keras
 import numpy as np
 
 import keras_dist
-from keras_dist import optimizer
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.states import CallbackStates
+from keras_dist.optimizer.rate import (
+    effective_rate,
+    rate_progress,
+    restore_rate_progress,
+    scale_rate,
+)
 
 
 def leaf_at(updates, factor, step_multiplier):
@@ -18,7 +23,7 @@ def leaf_at(updates, factor, step_multiplier):
     leaf.build([])
     leaf.iterations.assign(updates)
     if factor is not None:
-        optimizer.scale_rate(leaf, factor, step_multiplier=step_multiplier)
+        scale_rate(leaf, factor, step_multiplier=step_multiplier)
     return leaf
 
 
@@ -30,23 +35,21 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
 
     two = leaf_at(100, warmup(600, 2.0), 2)
     three = leaf_at(100, warmup(400, 3.0), 3)
-    optimizer.restore_rate_progress(three, optimizer.rate_progress(two), 400 / 600)
+    restore_rate_progress(three, rate_progress(two), 400 / 600)
     plain = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
     np.testing.assert_allclose(three.learning_rate, plain(200), rtol=1e-6)
     three.iterations.assign(150)  # a quarter of the rest of the warm-up
     np.testing.assert_allclose(three.learning_rate, plain(350), rtol=1e-6)
-    before = optimizer.effective_rate(three) / float(plain(347))
+    before = effective_rate(three) / float(plain(347))
     np.testing.assert_allclose(before, 1 + 2 * (400 / 6 + 49) / 400, rtol=1e-5)
     again = leaf_at(150, warmup(400, 3.0), 3)
-    optimizer.restore_rate_progress(again, optimizer.rate_progress(three), 1)
-    assert optimizer.effective_rate(again) == optimizer.effective_rate(three)
+    restore_rate_progress(again, rate_progress(three), 1)
+    assert effective_rate(again) == effective_rate(three)
     one = leaf_at(150, None, 1)
-    optimizer.restore_rate_progress(one, optimizer.rate_progress(three), 0)
+    restore_rate_progress(one, rate_progress(three), 0)
     np.testing.assert_allclose(one.learning_rate, plain(350), rtol=1e-6)
     same = leaf_at(150, None, 1)
-    optimizer.restore_rate_progress(
-        same, optimizer.rate_progress(leaf_at(150, None, 1)), 1
-    )
+    restore_rate_progress(same, rate_progress(leaf_at(150, None, 1)), 1)
     assert type(same) is keras.optimizers.SGD
 
 

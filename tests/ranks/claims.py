@@ -13,7 +13,7 @@ import pytest
 
 import keras_dist
 from keras_dist import comm
-from keras_dist.optimizer import optimizers_of
+from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.version import parse_version
 
 KERAS = parse_version(keras.__version__)

@@ -10,7 +10,8 @@ from claims import assert_close, assert_equal_to_the_bit, shortened
 from models import update
 
 import keras_dist
-from keras_dist.optimizer import is_distributed, optimizers_of
+from keras_dist.optimizer.attach import is_distributed
+from keras_dist.optimizer.nested import optimizers_of
 
 pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
