@@ -7,7 +7,6 @@ import keras
 from keras_dist import comm
 from keras_dist.optimizer.rate import (
     LearningRateRule,
-    make_factor,
     rate_factor,
     scale_rate,
     unscale_rate,
@@ -72,12 +71,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
                 "`steps_per_epoch` to LearningRateWarmup or to fit."
             )
         full = rate_factor(self.lr_scaling, size=comm.size())
-        scale_rate(
-            self.model.optimizer,
-            make_factor(
-                full=full, warmup_steps=round(self.warmup_epochs * (steps or 0))
-            ),
-        )
+        warmup_steps = round(self.warmup_epochs * (steps or 0))
+        scale_rate(self.model.optimizer, full, warmup_steps=warmup_steps)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         unscale_rate(self.model.optimizer)

@@ -1,6 +1,5 @@
 """The learning rate: rules for its factor, and the scaled rate inside an update."""
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ def warmup_factor(step: Any, *, warmup_steps: int, full: float) -> Any:
     >>> warmup_factor(0, warmup_steps=0, full=8.0)
     8.0
     """
-    if warmup_steps <= 0:
+    if warmup_steps <= 0 or full == 1.0:
         return full
     if isinstance(step, (int, float)):
         return 1.0 + (full - 1.0) * min(step / warmup_steps, 1.0)
@@ -83,29 +82,26 @@ def warmup_factor(step: Any, *, warmup_steps: int, full: float) -> Any:
     return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)
 
 
-def make_factor(*, full: float, warmup_steps: int) -> Callable[[Any], Any] | None:
-    """Return `warmup_factor` as a function of the step; `None` if it is always 1."""
-    if full == 1.0:
-        return None
-    return functools.partial(warmup_factor, warmup_steps=warmup_steps, full=full)
-
-
 @dataclass
 class _Rate:
     """The state of an optimizer whose learning rate is scaled."""
 
-    factor: Callable[[Any], Any] | None  # of the step; `None` for 1
-    step_multiplier: int
+    full: float = 1.0
+    warmup_steps: int = 0
+    step_multiplier: int = 1
     is_updating: bool = False
     # After a resume with another number of ranks: added to steps, and to batches.
     offset: int = 0
     ahead: float = 0
 
+    def factor(self, step: Any) -> Any:
+        return warmup_factor(step, warmup_steps=self.warmup_steps, full=self.full)
+
 
 def scale_rate(
-    optimizer: Any, factor: Callable[[Any], Any] | None, *, step_multiplier: int = 1
+    optimizer: Any, full: float, warmup_steps: int = 0, step_multiplier: int = 1
 ) -> None:
-    """Make updates use rate × `factor`, and schedules step × `step_multiplier`.
+    """Make updates use rate × `warmup_factor`, and schedules step × `step_multiplier`.
 
     The factor applies only inside the update. Otherwise `optimizer.learning_rate` is
     the unscaled rate, so that callbacks that read and set it, and checkpoints, never
@@ -113,12 +109,20 @@ def scale_rate(
 
     Args:
         optimizer: A Keras optimizer, built if it is a `MultiOptimizer`.
-        factor: Factor as a function of the step (an integer tensor), or `None` for 1.
+        full: The factor after the warm-up.
+        warmup_steps: Updates until it is reached.
         step_multiplier: Steps of one process that one step here stands for.
     """
     for leaf in leaves(optimizer):
-        object.__setattr__(leaf, "_rate", _Rate(factor, step_multiplier))
+        state = _state(leaf)  # with what a resume has restored
+        state.full, state.warmup_steps = full, warmup_steps
+        state.step_multiplier = step_multiplier
+        object.__setattr__(leaf, "_rate", state)
         mixin.add(leaf, ScalesRate)
+
+
+def _state(leaf: Any) -> _Rate:
+    return leaf._rate if mixin.has(leaf, ScalesRate) else _Rate()
 
 
 def unscale_rate(optimizer: Any) -> None:
@@ -136,7 +140,7 @@ def rate_progress(leaf: Any) -> dict[str, float]:
     Returns:
         Steps and batches of one process.
     """
-    state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
+    state = _state(leaf)
     steps, batches = _counts(leaf)
     return {
         "steps": steps * state.step_multiplier + state.offset,
@@ -154,7 +158,7 @@ def restore_rate_progress(leaf: Any, progress: dict[str, float], warmup: float) 
             process.
         warmup: Warm-up steps now, divided by the checkpoint's warm-up steps.
     """
-    state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
+    state = _state(leaf)
     steps, batches = _counts(leaf)
     state.offset = int(progress["steps"]) - steps * state.step_multiplier
     state.ahead = progress["batches"] * warmup - batches
@@ -177,7 +181,7 @@ def effective_rate(leaf: Any) -> float:
         leaf: An optimizer without others inside. Before its first update, the result
             is the rate of that update.
     """
-    state = leaf._rate if mixin.has(leaf, ScalesRate) else _Rate(None, 1)
+    state = _state(leaf)
     batches = leaf.gradient_accumulation_steps or 1
     updates = int(comm.to_array(leaf.iterations))
     schedule = schedule_of(leaf)
@@ -188,8 +192,7 @@ def effective_rate(leaf: Any) -> float:
             max(updates * batches - 1, 0) * state.step_multiplier + state.offset
         )
     before = max(updates - 1, 0) * batches + state.ahead
-    factor = 1.0 if state.factor is None else state.factor(before)
-    return float(comm.to_array(rate)) * float(factor)
+    return float(comm.to_array(rate)) * state.factor(before)
 
 
 def effective_rates(model: Any) -> dict[str, float]:
@@ -228,18 +231,17 @@ class ScalesRate:
     @property
     def learning_rate(self) -> Any:
         rate = super().learning_rate  # type: ignore[misc]
-        schedule = schedule_of(self)
-        step_multiplier, factor = self._rate.step_multiplier, self._rate.factor
-        offset, ahead = self._rate.offset, self._rate.ahead
-        if (step_multiplier != 1 or offset) and schedule is not None:
-            rate = schedule(private.batches_of(self) * step_multiplier + offset)
-        if not self._rate.is_updating or factor is None:
+        schedule, state = schedule_of(self), self._rate
+        if (state.step_multiplier != 1 or state.offset) and schedule is not None:
+            step = private.batches_of(self) * state.step_multiplier
+            rate = schedule(step + state.offset)
+        if not state.is_updating or state.full == 1.0:
             return rate
         # `iterations` counts updates; warm-up counts batches, as Keras's schedules do.
         batches = self.iterations * (self.gradient_accumulation_steps or 1)  # type: ignore[attr-defined]
-        if ahead:
-            batches = keras.ops.cast(batches, "float32") + ahead
-        scale = factor(batches)
+        if state.ahead:
+            batches = keras.ops.cast(batches, "float32") + state.ahead
+        scale = state.factor(batches)
         return rate * keras.ops.cast(scale, keras.ops.convert_to_tensor(rate).dtype)
 
     @learning_rate.setter

@@ -19,7 +19,7 @@ from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.optimizer.attach import attach_to, averaging_of
 from keras_dist.optimizer.nested import optimizers_of
-from keras_dist.optimizer.rate import make_factor, scale_rate, unscale_rate
+from keras_dist.optimizer.rate import scale_rate, unscale_rate
 from keras_dist.training import batch_norm, saving
 from keras_dist.training.session import Session, TracedFunctions, session_of
 from keras_dist.training.step import DistributedStep
@@ -70,7 +70,7 @@ def train_on_all(
     *,
     rates: tuple[float, int, int],
     is_resumed: bool,
-) -> Iterator[None]:
+) -> Iterator[Session]:
     """Context manager in which `model` trains on all ranks.
 
     Args:
@@ -80,7 +80,7 @@ def train_on_all(
             of one process that one step stands for in schedules.
         is_resumed: Whether the fit may continue rates and accumulated gradients.
     """
-    full, warmup_steps, step_multiplier = rates
+    full, _, step_multiplier = rates
     averaging: set[int] = set()
 
     def average() -> None:
@@ -92,10 +92,9 @@ def train_on_all(
                 stack.callback(unscale_rate, each)
 
     def scale_rates() -> None:
-        factor = make_factor(full=full, warmup_steps=warmup_steps)
-        if factor is not None or step_multiplier > 1:
+        if full != 1.0 or step_multiplier > 1:
             for each in optimizers_of(model):
-                scale_rate(each, factor, step_multiplier=step_multiplier)
+                scale_rate(each, *rates)
 
     with contextlib.ExitStack() as stack:
         stack.callback(uninstall, model, is_over=True)
@@ -111,7 +110,7 @@ def train_on_all(
         if not is_resumed:
             _reuse_train_function(model, rates)
         try:
-            yield
+            yield session
         except BaseException:
             session.options = None  # a step that has failed is traced again
             raise
@@ -161,7 +160,8 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
         session.knows_rows,
         session.may_read_on,
         session.is_marked,
-        session.feed and (session.feed.is_strided, session.feed.class_weight),
+        session.feed.is_strided,
+        session.feed.class_weight,
     )
     function = session.traced.find_train_function(session.options)
     session.is_traced = all(comm.gather(function is not None))

@@ -16,25 +16,21 @@ from keras_dist.optimizer.rate import (
 )
 
 
-def leaf_at(updates, factor, step_multiplier):
-    """An optimizer with a schedule after so many updates on `step_multiplier` ranks."""
+def leaf_at(updates, *rates):
+    """An optimizer with a schedule after so many updates, its rate scaled."""
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
     leaf = keras.optimizers.SGD(schedule)
     leaf.build([])
     leaf.iterations.assign(updates)
-    if factor is not None:
-        scale_rate(leaf, factor, step_multiplier=step_multiplier)
+    if rates:
+        scale_rate(leaf, *rates)
     return leaf
 
 
 def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     """At the steps of one process: on two ranks, then on three, then on one."""
-
-    def warmup(steps, full):
-        return lambda batch: 1 + (full - 1) * min(float(batch) / steps, 1)
-
-    two = leaf_at(100, warmup(600, 2.0), 2)
-    three = leaf_at(100, warmup(400, 3.0), 3)
+    two = leaf_at(100, 2.0, 600, 2)
+    three = leaf_at(100, 3.0, 400, 3)
     restore_rate_progress(three, rate_progress(two), 400 / 600)
     plain = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
     np.testing.assert_allclose(three.learning_rate, plain(200), rtol=1e-6)
@@ -42,14 +38,17 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     np.testing.assert_allclose(three.learning_rate, plain(350), rtol=1e-6)
     before = effective_rate(three) / float(plain(347))
     np.testing.assert_allclose(before, 1 + 2 * (400 / 6 + 49) / 400, rtol=1e-5)
-    again = leaf_at(150, warmup(400, 3.0), 3)
+    again = leaf_at(150, 3.0, 400, 3)
     restore_rate_progress(again, rate_progress(three), 1)
     assert effective_rate(again) == effective_rate(three)
-    one = leaf_at(150, None, 1)
+    # A callback compiles the model once more, with the same optimizer.
+    scale_rate(again, 3.0, 400, 3)
+    assert effective_rate(again) == effective_rate(three)
+    one = leaf_at(150)
     restore_rate_progress(one, rate_progress(three), 0)
     np.testing.assert_allclose(one.learning_rate, plain(350), rtol=1e-6)
-    same = leaf_at(150, None, 1)
-    restore_rate_progress(same, rate_progress(leaf_at(150, None, 1)), 1)
+    same = leaf_at(150)
+    restore_rate_progress(same, rate_progress(leaf_at(150)), 1)
     assert type(same) is keras.optimizers.SGD
 
 
