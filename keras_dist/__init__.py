@@ -4,7 +4,6 @@
 ranks changes the time, not the model.
 """
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -93,6 +92,7 @@ if not _missing and not _is_command:
     )
     from keras_dist.distribution import VARIABLE, distribute
     from keras_dist.fit import DistributedModel, dist_fit
+    from keras_dist.launch.function import run
     from keras_dist.optimizer.attach import DistributedOptimizer
     from keras_dist.setup.shard import local_batch_size, shard
     from keras_dist.training import saving
@@ -104,19 +104,6 @@ if not _missing and not _is_command:
     if os.environ.get(VARIABLE):
         distribute(os.environ[VARIABLE])  # type: ignore[arg-type]
     del prepare, saving, tensorflow, VARIABLE
-
-    if TYPE_CHECKING:
-        from keras_dist.launch.function import run
-    else:  # a type checker would take any name
-
-        def __getattr__(name: str) -> Any:
-            # No rank needs it, and it takes 30 ms.
-            if name == "run":
-                return importlib.import_module("keras_dist.launch.function").run
-            raise AttributeError(f"module 'keras_dist' has no attribute {name!r}")
-
-        def __dir__() -> list[str]:
-            return sorted({*globals(), *__all__})
 elif _missing and not TYPE_CHECKING:  # a type checker would take any name
     # `keras-dist install-horovod` must start here too, and print what it needs.
     def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from keras_dist.lines import find_caller
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import ReducesGradients, is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
-from keras_dist.setup.arguments import KerasArguments, Options
+from keras_dist.setup.arguments import Options
 
 # `global` or `rank`: `import keras_dist` calls `distribute` with this `batch`.
 VARIABLE = "KERAS_DIST"
@@ -79,8 +79,8 @@ def distribute(
     options = Options(**locals())
     options.resolve()
     stack = contextlib.ExitStack()
-    is_rank = comm.job_world().size > 1 and not comm.is_rank_child()
-    if is_rank or (os.environ.get(RESUME) and not comm.is_rank_child()):
+    is_used = comm.job_world().size > 1 or os.environ.get(RESUME)
+    if is_used and not comm.is_rank_child():
         _begin(options)
         stack.callback(_end, options)  # not a generator, which ends when it is dropped
     return stack
@@ -112,7 +112,7 @@ def _train(
 ) -> Any:
     if folder := os.environ.get(RESUME):
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
-    return fit.train(model, KerasArguments(**given), options, plain)
+    return fit.train(model, given, options, plain)
 
 
 def _on_all(

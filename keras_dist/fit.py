@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import keras
@@ -26,15 +26,10 @@ from keras_dist.lines import show
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.plan import draw_box
 from keras_dist.setup import sources
-from keras_dist.setup.arguments import (
-    Callbacks,
-    KerasArguments,
-    Options,
-    split_arguments,
-)
+from keras_dist.setup.arguments import Callbacks, Options
 from keras_dist.setup.fit_setup import FitSetup, check_model, prepare
 from keras_dist.training.install import evaluate_on_all, train_on_all, turn_off_tuning
-from keras_dist.training.predict import each_batch, predict_in_turns
+from keras_dist.training.predict import predict_in_turns
 from keras_dist.training.rows import most_mib
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
@@ -135,13 +130,14 @@ def dist_fit(
     >>> sorted(history.history)
     ['loss', 'rows_per_second']
     """
-    arguments = dict(locals())
-    return train(arguments.pop("model"), *split_arguments(arguments))
+    given = dict(locals())
+    options = Options(**{each.name: given.pop(each.name) for each in fields(Options)})
+    return train(given.pop("model"), given, options)
 
 
 def train(
     model: Any,
-    given: KerasArguments,
+    given: dict[str, Any],
     options: Options,
     loop: Callable[..., Any] | None = None,
 ) -> keras.callbacks.History:
@@ -149,7 +145,7 @@ def train(
 
     Args:
         model: The model.
-        given: The arguments that `Model.fit` has too.
+        given: Every argument of `Model.fit`.
         options: All other arguments of `dist_fit`.
         loop: Keras's own `fit` of the model. Default: the model's, which may prepare
             the data and then call Keras's own.
@@ -158,13 +154,14 @@ def train(
         check_model(model)
         most_mib()
         options = options.resolve()
-        given = sources.make_sources(given, options.shard)
+        data = sources.make_sources(given, options.shard)
+        given = given | data
     draws.begin_fit(comm.broadcast(draws.get_states()))
     seeds_of_order = _find_order_seed(model), find_keras_seed()
     seed, keras_seed = comm.broadcast(seeds_of_order)
-    with open_checkpoints(options, given.callbacks, seed, keras_seed) as resumed:
+    with open_checkpoints(options, given["callbacks"], seed, keras_seed) as resumed:
         spec = sources.compare(
-            {"training": given.x, "validation": given.validation_data},
+            {"training": data["x"], "validation": data["validation_data"]},
             options,
             seed=seed,
             keras_seed=keras_seed,
@@ -175,8 +172,8 @@ def train(
             setup = prepare(model, given, options, spec)
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
-            agree_on_arrays(given.data())
-        if comm.rank() == 0 and given.verbose != 0:
+            agree_on_arrays(data)
+        if comm.rank() == 0 and given["verbose"] != 0:
             show(draw_box(f"keras_dist {__version__}", setup.plan))
         with (
             comm.explain_errors(),
@@ -186,11 +183,10 @@ def train(
                 setup.validation,
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
                 is_resumed=resumed is not None,
-            ),
-            raise_own_errors(setup.feeds),
+            ) as session,
+            raise_own_errors(session.feeds),
         ):
-            session = session_of(model)
-            session.is_verbose = given.verbose != 0
+            session.is_verbose = given["verbose"] != 0
             with (
                 session.raise_on_all(),
                 _draw_own_numbers(setup, options),
@@ -289,8 +285,10 @@ def evaluate(
         pieces = {name: lists_to_arrays(given[name]) for name in names}
         pieces["x"] = sources.make_source(pieces["x"], options.shard)
     feed = _make_feed("validation", pieces, given, options)
-    arguments = given | feed.arguments | _quiet(given) | {"steps": feed.keras_steps}
+    arguments = given | feed.arguments | {"steps": feed.keras_steps}
     arguments["callbacks"] = on_this_rank(_flat(given["callbacks"])) or None
+    if comm.rank() > 0:
+        arguments["verbose"] = 0
     on_all_ranks = evaluate_on_all(model, feed)
     with comm.explain_errors(), on_all_ranks, raise_own_errors([feed]):
         return run_loop(model, "evaluate", arguments, loop)
@@ -312,15 +310,11 @@ def predict(
         if comm.rank() == 0 or not runs_on_first_rank_only(callback)
     ]
 
-    def predict_rows(
-        rows: Any,
-        steps: int | None = None,
-        use: Callable[[Any], Any] | None = None,
-    ) -> Any:
-        used = contextlib.nullcontext()
-        with used if use is None else each_batch(model, use):
-            changed = {"x": rows, "steps": steps, "callbacks": callbacks}
-            return run_loop(model, "predict", given | _quiet(given) | changed, loop)
+    def predict_rows(rows: Any, steps: int | None = None) -> Any:
+        arguments = given | {"x": rows, "steps": steps, "callbacks": callbacks}
+        if comm.rank() > 0:
+            arguments["verbose"] = 0
+        return run_loop(model, "predict", arguments, loop)
 
     if comm.size() == 1 or options.shard == "none":
         _check_predict(model, gather)
@@ -558,10 +552,6 @@ class DistributedModel:
 
     def __repr__(self) -> str:
         return f"DistributedModel({self.model!r})"
-
-
-def _quiet(given: dict[str, Any]) -> dict[str, Any]:
-    return {} if comm.rank() == 0 else {"verbose": 0}
 
 
 def _flat(callbacks: Callbacks) -> list[Any]:

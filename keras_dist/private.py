@@ -35,6 +35,9 @@ OF_FIT = "_use_cached_eval_dataset"
 # `Metric`: the list of those metrics that are attributes of this one.
 METRICS = "_metrics"
 
+# `Model`: the epoch at which `fit` begins, as `BackupAndRestore` sets it.
+INITIAL_EPOCH = "_initial_epoch"
+
 # `Callback`: the attribute that its property `model` returns.
 CALLBACK_MODEL = "_model"
 
@@ -99,24 +102,9 @@ def losses_in(compiled: Any) -> list[Any]:
     return [part.loss for part in getattr(compiled, "_flat_losses", None) or ()]
 
 
-def compiled_losses(model: Any) -> list[Any]:
-    """List the losses of `compile`; none before the first step is built."""
-    return losses_in(compiled_parts(model)[0])
-
-
 def function_of(metric: Any) -> Any:
     """Return the function of a `MeanMetricWrapper`; `None` for other metrics."""
     return getattr(metric, "_fn", None)
-
-
-def initial_epoch(model: Any) -> int | None:
-    """Return the epoch to which `BackupAndRestore` has set a model."""
-    return getattr(model, "_initial_epoch", None)
-
-
-def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Let `fit` begin at an epoch, as `BackupAndRestore` does."""
-    model._initial_epoch = epoch
 
 
 def mask_of(tensor: Any) -> Any:

@@ -30,7 +30,7 @@ from pages import (
 
 import keras_dist
 from keras_dist import version
-from keras_dist.setup.arguments import KerasArguments, Options
+from keras_dist.setup.arguments import Options
 
 README = (ROOT / "README.md").read_text()
 
@@ -93,23 +93,15 @@ def test_the_plan_is_the_one_that_digits_prints(on_two_ranks):
     assert printed and shown == [printed, printed]
 
 
-def test_arguments_of_keras_are_those_of_fit():
-    """Names, order and defaults."""
-    assert _defaults(keras.Model.fit)[1:] == _fields(KerasArguments)
-
-
 def test_dist_fit_takes_keras_arguments_and_options_alone():
-    """The model, those by position or name, then those by name only."""
+    """The model, those of `fit` in its order, then those by name only; its defaults."""
     model, *others = _defaults(keras_dist.dist_fit)
     assert model == ("model", inspect.Parameter.empty)
-    assert others == _fields(KerasArguments) + _fields(Options)
+    own = [(item.name, item.default) for item in fields(Options)]
+    assert others == _defaults(keras.Model.fit)[1:] + own
     taken = inspect.signature(keras_dist.dist_fit).parameters.values()
     by_name = [p.name for p in taken if p.kind is p.KEYWORD_ONLY]
     assert by_name == [item.name for item in fields(Options)]
-
-
-def _fields(options: type) -> list[tuple[str, object]]:
-    return [(item.name, item.default) for item in fields(options)]
 
 
 def _defaults(function: Any) -> list[tuple[str, object]]:

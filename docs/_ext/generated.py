@@ -16,9 +16,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import keras
+
 import keras_dist
 from keras_dist import __main__ as command
-from keras_dist.setup.arguments import KerasArguments, Options
+from keras_dist.setup.arguments import Options
 
 # An argument, or several that go on in a deeper line, and a text in deeper lines.
 _ARGUMENT = re.compile(
@@ -47,9 +49,10 @@ PAGES = {
 def keras_arguments() -> str:
     """The arguments of `Model.fit`, as a table."""
     hints = typing.get_type_hints(keras_dist.dist_fit)
+    _, *items = inspect.signature(keras.Model.fit).parameters.values()
     rows = [
         f"| `{item.name}` | {in_words(hints[item.name])} | `{shown(item.default)}` |"
-        for item in fields(KerasArguments)
+        for item in items
     ]
     return "\n".join(["| argument | type | default |", "|---|---|---|", *rows])
 

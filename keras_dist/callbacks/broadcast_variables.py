@@ -49,9 +49,9 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # If the first rank has restored a backup, all ranks start at its epoch.
-        epoch = comm.broadcast(private.initial_epoch(self.model))
+        epoch = comm.broadcast(getattr(self.model, private.INITIAL_EPOCH, None))
         if epoch is not None:
-            private.set_initial_epoch(self.model, epoch)
+            setattr(self.model, private.INITIAL_EPOCH, epoch)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None

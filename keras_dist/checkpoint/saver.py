@@ -114,7 +114,9 @@ class Saver(keras.callbacks.Callback):
         super().__init__()
         self._resume, self._setup, self._feed = resume, setup, setup.training
         self._states = CallbackStates(callbacks)
-        seconds = resume.save_seconds if setup.saves_within_epochs else None
+        # Only data with a position to continue from is saved in the middle of an epoch.
+        self._saves_within_epochs = setup.training.division is not None
+        seconds = resume.save_seconds if self._saves_within_epochs else None
         self._requests = SaveRequests(seconds)
         self._thread = futures.ThreadPoolExecutor(1)
         self._write: futures.Future[str] | None = None
@@ -179,12 +181,12 @@ class Saver(keras.callbacks.Callback):
             return  # the end of the epoch saves
         saves, ends = self._requests.agree(self.model)
         if ends:
-            if self._setup.saves_within_epochs:
+            if self._saves_within_epochs:
                 self._save(self._position(self._done))
             self._exit()
         every = self._resume.save_steps
         is_due = every is not None and self._done // every > before // every
-        if self._setup.saves_within_epochs and (is_due or saves):
+        if self._saves_within_epochs and (is_due or saves):
             self._save(self._position(self._done))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

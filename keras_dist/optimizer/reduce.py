@@ -395,15 +395,10 @@ def _check_steps(steps: Any) -> None:
         steps: The number of the step in which each rank makes this update.
 
     Raises:
-        RuntimeError: From a graph as an InvalidArgumentError: see `explain_updates`.
+        InvalidArgumentError: See `explain_updates`.
     """
     first = tf.reduce_min(steps)
     is_equal = tf.reduce_all(tf.equal(steps, first))
-    if tf.executing_eagerly():
-        if not is_equal:
-            ranks = ", ".join(map(str, tf.where(steps > first)[:, 0].numpy()))
-            raise _describe_skipped(ranks)
-        return
     ranks = tf.strings.as_string(tf.where(steps > first)[:, 0])
     ranks = tf.strings.reduce_join(ranks, separator=", ")
     tf.debugging.Assert(is_equal, [tf.strings.join([_MARK, ranks, _MARK])])
@@ -422,19 +417,15 @@ def explain_updates() -> Iterator[None]:
         _, *found = str(error).split(_MARK)
         if not found:
             raise
-        raise _describe_skipped(found[0]) from None
-
-
-def _describe_skipped(ranks: str) -> RuntimeError:
-    error = RuntimeError(
-        "A rank made no update in a step in which others made one. Received: no call "
-        f"of `optimizer.apply` on rank {ranks}. The ranks average their gradients "
-        "there. Apply zeros instead of leaving an update out, for example "
-        "`tf.where(is_finite, gradient, 0.0)`; or let all ranks decide alike: "
-        "`keras_dist.sum` of a flag is the same on all."
-    )
-    mark_known(error)
-    return error
+        skipped = RuntimeError(
+            "A rank made no update in a step in which others made one. Received: no "
+            f"call of `optimizer.apply` on rank {found[0]}. The ranks average their "
+            "gradients there. Apply zeros instead of leaving an update out, for "
+            "example `tf.where(is_finite, gradient, 0.0)`; or let all ranks decide "
+            "alike: `keras_dist.sum` of a flag is the same on all."
+        )
+        mark_known(skipped)
+        raise skipped from None
 
 
 def _check_same_gradients(

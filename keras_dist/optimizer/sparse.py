@@ -220,12 +220,10 @@ def is_merged(optimizer: Any) -> bool:
     """
     if tf.config.get_visible_devices("GPU"):
         return True
-    outer = nested_optimizers(optimizer)
-    wrappers = outer if leaves(optimizer) != outer[-1:] else outer[:-1]
+    if not all(map(_is_from_keras, nested_optimizers(optimizer))):
+        return False
     inner = leaves(optimizer)  # none before a `MultiOptimizer` is built
-    return bool(inner) and all(
-        [*map(_is_from_keras, wrappers), *map(_is_linear, inner)]
-    )
+    return bool(inner) and all(map(_is_linear, inner))
 
 
 def _is_linear(leaf: Any) -> bool:

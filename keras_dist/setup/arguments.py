@@ -1,8 +1,8 @@
-"""The arguments of `dist_fit`: those that `Model.fit` has too, and all others."""
+"""The arguments of `dist_fit` that `Model.fit` does not have."""
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import keras
@@ -17,36 +17,6 @@ Callbacks: TypeAlias = (
     | keras.callbacks.CallbackList
     | None
 )
-
-
-@dataclass(frozen=True)
-class KerasArguments:
-    """Every argument of `keras.Model.fit`, with Keras's default.
-
-    `dist_fit` takes these and the fields of `Options`, and no others.
-    """
-
-    x: Any = None
-    y: Any = None
-    batch_size: int | None = None
-    epochs: int = 1
-    verbose: str | int = "auto"
-    callbacks: Callbacks = None
-    validation_split: float = 0.0
-    validation_data: Any = None
-    shuffle: bool | str = True
-    class_weight: dict[int, float] | None = None
-    sample_weight: Any = None
-    initial_epoch: int = 0
-    steps_per_epoch: int | None = None
-    validation_steps: int | None = None
-    validation_batch_size: int | None = None
-    validation_freq: int | list[int] = 1
-
-    def data(self) -> dict[str, Any]:
-        """Return what is trained on and evaluated, by the names of the arguments."""
-        names = ("x", "y", "sample_weight", "validation_data")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +68,3 @@ class Options:
         }
         rules = {n: rule for n, rule in usual.items() if getattr(self, n) == "auto"}
         return replace(self, **rules)
-
-
-def split_arguments(given: dict[str, Any]) -> tuple[KerasArguments, Options]:
-    """Split the arguments of `dist_fit` into `Model.fit`'s and all others."""
-    keras_names = {field.name for field in fields(KerasArguments)}
-    of_keras = {name: given[name] for name in given if name in keras_names}
-    others = {name: given[name] for name in given if name not in keras_names}
-    return KerasArguments(**of_keras), Options(**others)

@@ -22,7 +22,7 @@ from keras_dist.optimizer.attach import averaging_of
 from keras_dist.optimizer.nested import leaves, optimizers_of
 from keras_dist.optimizer.rate import rate_factor, schedule_of
 from keras_dist.optimizer.reduce import Averaging
-from keras_dist.setup.arguments import KerasArguments, Options
+from keras_dist.setup.arguments import Options
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,6 @@ class FitSetup:
     step_multiplier: int
     warmup_steps: int
     plan: list[tuple[str, str]]
-
-    @property
-    def feeds(self) -> list[Feed]:
-        """The training data and, if there is any, the validation data."""
-        return [feed for feed in (self.training, self.validation) if feed is not None]
-
-    @property
-    def saves_within_epochs(self) -> bool:
-        """Return True if checkpoints are also saved in the middle of an epoch.
-
-        Only data that has a position to continue from.
-        """
-        return self.training.division is not None
 
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""
@@ -139,13 +126,13 @@ def _find_strategy(model: Any) -> Any:
 
 
 def prepare(
-    model: Any, fit: KerasArguments, options: Options, spec: ShardSpec
+    model: Any, given: dict[str, Any], options: Options, spec: ShardSpec
 ) -> FitSetup:
     """Decide everything for this rank, without any collective.
 
     Args:
         model: The compiled model.
-        fit: The arguments of `dist_fit` that `Model.fit` has too.
+        given: Every argument of `Model.fit`.
         options: All other arguments of `dist_fit`.
         spec: How data is divided among the ranks.
 
@@ -160,13 +147,13 @@ def prepare(
             'made by DistributedOptimizer(…, op="sum"). Leave one out.'
         )
     world = comm.init()
-    callbacks, options = _take_over_warmup(fit.callbacks, options)
+    callbacks, options = _take_over_warmup(given["callbacks"], options)
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
     # A schedule is a function of the step, and has its value at the same epoch.
     step_multiplier = world.size if options.steps_scaling == "divide" else 1
-    training, validation = _make_feeds(fit, options, spec)
-    is_given = fit.validation_data is not None or fit.validation_split
+    training, validation = _make_feeds(given, options, spec)
+    is_given = given["validation_data"] is not None or given["validation_split"]
     if options.target_accuracy is not None and not is_given:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
@@ -174,7 +161,7 @@ def prepare(
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
     return FitSetup(
-        arguments=_make_arguments(fit, training, validation, callbacks),
+        arguments=_make_arguments(given, training, validation, callbacks),
         callbacks=callbacks,
         training=training,
         validation=validation,
@@ -244,21 +231,21 @@ def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]
 
 
 def _make_arguments(
-    fit: KerasArguments,
+    given: dict[str, Any],
     training: Feed,
     validation: Feed | None,
     callbacks: list[Any],
 ) -> dict[str, Any]:
     """Make this rank's arguments for `Model.fit`: its data, callbacks and steps."""
     is_first = comm.rank() == 0
-    arguments = vars(fit) | training.arguments
+    arguments = given | training.arguments
     arguments["callbacks"] = on_this_rank(callbacks)
     if comm.size() == 1 and training.epoch is None:
         # The user's data as it is: Keras decides what it accepts.
-        return vars(fit) | {"callbacks": arguments["callbacks"]}
+        return given | {"callbacks": arguments["callbacks"]}
     if training.epoch is not None:
         arguments["callbacks"].append(NextEpoch())
-    arguments["verbose"] = fit.verbose if is_first else 0
+    arguments["verbose"] = given["verbose"] if is_first else 0
     if validation is not None:
         pieces = (validation.arguments[n] for n in ("x", "y", "sample_weight"))
         arguments |= {
@@ -271,18 +258,19 @@ def _make_arguments(
 
 
 def _make_feeds(
-    fit: KerasArguments, options: Options, spec: ShardSpec
+    given: dict[str, Any], options: Options, spec: ShardSpec
 ) -> tuple[Feed, Feed | None]:
-    data, held_out = (fit.x, fit.y, fit.sample_weight), fit.validation_data
+    data = given["x"], given["y"], given["sample_weight"]
+    held_out = given["validation_data"]
     try:
-        if fit.validation_split and held_out is None:
-            data, held_out = hold_out(*data, fit.validation_split)
+        if given["validation_split"] and held_out is None:
+            data, held_out = hold_out(*data, given["validation_split"])
         training = training_feed(
             *data,
-            class_weight=fit.class_weight,
-            batch_size=fit.batch_size,
-            shuffle=fit.shuffle,
-            steps_per_epoch=fit.steps_per_epoch,
+            class_weight=given["class_weight"],
+            batch_size=given["batch_size"],
+            shuffle=given["shuffle"],
+            steps_per_epoch=given["steps_per_epoch"],
             steps_rule=options.steps_scaling,
             spec=spec,
         )
@@ -290,8 +278,8 @@ def _make_feeds(
             return training, None
         return training, validation_feed(
             held_out,
-            batch_size=fit.validation_batch_size or fit.batch_size,
-            steps=fit.validation_steps,
+            batch_size=given["validation_batch_size"] or given["batch_size"],
+            steps=given["validation_steps"],
             steps_rule=options.validation_steps_scaling,
             spec=spec,
             prefix="validation_",
@@ -300,8 +288,8 @@ def _make_feeds(
         if spec.size > 1 or spec.position is not None:
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
-        kind = type(fit.x).__name__.lstrip("_")
-        return Feed(data=fit.x, length=None, plan=plan.Rows(kind)), None
+        kind = type(given["x"]).__name__.lstrip("_")
+        return Feed(data=given["x"], length=None, plan=plan.Rows(kind)), None
 
 
 def _count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:

@@ -8,7 +8,6 @@ import math
 import os
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -24,7 +23,7 @@ from keras_dist.data.presharded import Presharded, find_presharded
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
 from keras_dist.errors import RankError, describe
 from keras_dist.lines import warn
-from keras_dist.setup.arguments import KerasArguments, Options
+from keras_dist.setup.arguments import Options
 
 # In the plan, behind how the data is sharded.
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
@@ -39,13 +38,19 @@ _PRESHARDED_ADVICE = (
 )
 
 
-def make_sources(given: KerasArguments, shard: str) -> KerasArguments:
-    """Put a `Source` in place of data that comes in batches, and arrays for lists."""
-    pieces = {name: lists_to_arrays(piece) for name, piece in given.data().items()}
+def make_sources(given: Mapping[str, Any], shard: str) -> dict[str, Any]:
+    """Return the data of a fit: lists as arrays, what comes in batches as a `Source`.
+
+    Args:
+        given: Every argument of `Model.fit`.
+        shard: The option of `dist_fit`.
+    """
+    names = ("x", "y", "sample_weight", "validation_data")
+    pieces = {name: lists_to_arrays(given[name]) for name in names}
     for name in ("x", "validation_data"):
-        shuffle = name == "x" and bool(given.shuffle)
+        shuffle = name == "x" and bool(given["shuffle"])
         pieces[name] = make_source(pieces[name], shard, shuffle=shuffle)
-    return replace(given, **pieces)
+    return pieces
 
 
 def make_source(data: Any, shard: str, *, shuffle: bool = False) -> Any:

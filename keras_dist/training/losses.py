@@ -50,7 +50,8 @@ def is_declared(model: Any) -> bool:
     """Return True if Keras alone computes what a step differentiates and logs."""
     methods = ("call", "compute_loss", "train_step")
     layers = private.layers_of(model, include_self=False)
-    compiled, losses = private.compiled_parts(model)[0], private.compiled_losses(model)
+    compiled, _ = private.compiled_parts(model)
+    losses = private.losses_in(compiled)
     return (
         all(is_keras_method(model, name) for name in methods)
         and (compiled is None or bool(losses))
@@ -119,8 +120,8 @@ def _take_parts(model: Any, kinds: step_context.LossKinds) -> Iterator[None]:
                 stack.enter_context(mixin.use(metric, PartOfMean))
         if compiled is not None:
             stack.enter_context(mixin.use(compiled, AddsParts))
-            stack.callback(_remove_from_losses, model)
-            for loss in private.compiled_losses(model):
+            stack.callback(_remove_from_losses, compiled)
+            for loss in private.losses_in(compiled):
                 mixin.add(loss, PartOfLoss)
         yield
 
@@ -318,8 +319,8 @@ def _part(reduction: str, masks: list[Any], sample_weight: Any, dtype: Any) -> A
     return tf.cast(tf.math.divide_no_nan(part, fraction), dtype)
 
 
-def _remove_from_losses(model: Any) -> None:
-    for loss in private.compiled_losses(model):
+def _remove_from_losses(compiled: Any) -> None:
+    for loss in private.losses_in(compiled):
         mixin.remove(loss, PartOfLoss)
         loss.__dict__.pop("_values_mask", None)
 

@@ -154,7 +154,7 @@ def combine(
         start = np.asarray(start).astype(dtype)
         terms = [value.astype(dtype) - start for value in values]
         return start + np.sum(terms, axis=0)
-    terms = [value.astype(np.float64) * fraction for value, fraction in pairs]
+    terms = [np.asarray(value, np.float64) * fraction for value, fraction in pairs]
     return np.sum(terms, axis=0)
 
 
@@ -218,10 +218,10 @@ def _swap_states(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator
     """Context manager in which metrics have the state of one process on all rows."""
     counted = [report for report in reports if report.seen.has_rows]
     fractions = weights([report.seen for report in counted])
-    variables = {id(v): v for metric in metrics for v in metric.variables}
+    variables = [variable for metric in metrics for variable in metric.variables]
     pairs = enumerate(metrics)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(preserve_variables([*variables.values()]))
+        stack.enter_context(preserve_variables(variables))
         # A metric that merges may be inside of one that does not: it comes last.
         for index, metric in sorted(pairs, key=lambda pair: merges(pair[1])):
             states = [report.states[index] for report in counted]
@@ -234,15 +234,10 @@ def _swap_states(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator
 
 
 def _weighted_mean(results: Sequence[Any], fractions: Sequence[float]) -> Any:
-    """Average results of the same structure in float64, weighted by fractions."""
-
-    def mean(*values: Any) -> Any:
-        pairs = zip(values, fractions, strict=True)
-        return sum(
-            np.multiply(value, fraction) for value, fraction in pairs if fraction
-        )
-
-    return keras.tree.map_structure(mean, *results)
+    """Average results of the same structure, weighted by fractions."""
+    return keras.tree.map_structure(
+        lambda *values: combine("mean", values, fractions), *results
+    )
 
 
 def _results_by_path(metrics: Sequence[Any], results: Any) -> dict[Path, np.ndarray]:

@@ -35,8 +35,7 @@ def predict_in_turns(
 
     Args:
         data: This rank's batches, or a copy of a row if it has none.
-        predict: Predicts batches, without a collective. It takes them, and what to do
-            with the outputs of a batch.
+        predict: Predicts batches, without a collective.
         model: The model, whose weights have to be equal on all ranks.
         gather: `True`, `"first"`, or `False` to return only the predictions of this
             rank's batches.
@@ -44,15 +43,8 @@ def predict_in_turns(
     Raises:
         ValueError: On all ranks, if weights or outputs differ between the ranks.
     """
-    counts: list[list[int]] = []  # rows of each batch, for each array of outputs
-
-    def count(outputs: Any) -> Any:
-        leaves = keras.tree.flatten(outputs)
-        counts.append([0 if leaf is None else int(leaf.shape[0]) for leaf in leaves])
-        return outputs
-
-    with comm.together():
-        outputs = predict(data.data, use=count)
+    with comm.together(), _count_rows(model) as counts:
+        outputs = predict(data.data)
     if not data.has_rows:
         outputs = _without_rows(outputs)
         counts.clear()
@@ -75,20 +67,31 @@ def predict_in_turns(
 
 
 @contextlib.contextmanager
-def each_batch(model: Any, use: Callable[[Any], Any]) -> Iterator[None]:
-    """Context manager in which `model.predict` keeps what `use` makes of the outputs.
+def _count_rows(model: Any) -> Iterator[list[list[int]]]:
+    """Context manager that counts what `model.predict` returns for each batch.
 
     Keras's callbacks get outputs with nested names flattened, and of a batch of one row
     perhaps a number.
+
+    Yields:
+        For each batch, the rows of each array of the outputs.
     """
+    counts: list[list[int]] = []
     before = model.steps_per_execution
     if before != 1:
         model.steps_per_execution, model.predict_function = 1, None
     model.make_predict_function()
     plain = model.predict_function
-    model.predict_function = lambda data: use(plain(data))
+
+    def predict(data: Any) -> Any:
+        outputs = plain(data)
+        leaves = keras.tree.flatten(outputs)
+        counts.append([0 if leaf is None else int(leaf.shape[0]) for leaf in leaves])
+        return outputs
+
+    model.predict_function = predict
     try:
-        yield
+        yield counts
     finally:
         model.steps_per_execution = before
         model.predict_function = plain if before == 1 else None
@@ -129,13 +132,10 @@ def _list_rows_in_turns(counts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     >>> [rows.tolist() for rows in _list_rows_in_turns([[2, 1], [2]])]
     [[0, 1, 4], [2, 3]]
     """
-    rows: list[list[np.ndarray]] = [[np.empty(0, np.int64)] for _ in counts]
-    total = 0
-    for batches in itertools.zip_longest(*counts, fillvalue=0):
-        for rank_rows, count in zip(rows, batches, strict=True):
-            rank_rows.append(np.arange(total, total + count))
-            total += count
-    return [np.concatenate(rank_rows) for rank_rows in rows]
+    turns = itertools.zip_longest(*counts, fillvalue=0)
+    lengths = np.fromiter(itertools.chain.from_iterable(turns), int)
+    ranks = np.repeat(np.arange(len(lengths)) % len(counts), lengths)
+    return [np.flatnonzero(ranks == rank) for rank in range(len(counts))]
 
 
 def _sendable(leaf: Any) -> Any:

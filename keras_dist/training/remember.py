@@ -22,7 +22,7 @@ def list_variables(model: Any) -> list[Any]:
             variables += layer.metrics_variables
     for optimizer in optimizers_of(model):
         variables += optimizer.variables
-    return list({id(variable): variable for variable in variables}.values())
+    return variables
 
 
 @contextlib.contextmanager
@@ -38,7 +38,8 @@ def preserve_variables(
         variables: Variables of Keras or TensorFlow.
         unless: A boolean scalar: the variables keep their new values where it is true.
     """
-    before = [(variable, tf.identity(variable)) for variable in variables]
+    once = {id(variable): variable for variable in variables}.values()
+    before = [(variable, tf.identity(variable)) for variable in once]
 
     def make(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)

@@ -213,7 +213,7 @@ class Session:
     has_started: bool = False
     has_run: bool = False
     is_verbose: bool = False
-    feed: Feed | None = None
+    feed: Feed = Feed(data=None, length=None)
     feeds: tuple[Feed, ...] = ()
     validation: Evaluation = Evaluation()
     averages: bool = False
@@ -240,7 +240,6 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the position of the next step, begin an epoch."""
-        assert self.feed is not None  # set before the first epoch
         step = self.feed.begin_epoch(epoch)
         if self.feed.division is not None:
             self._set_position(self.feed.division, self.feed.division.span(step)[1])
@@ -252,7 +251,7 @@ class Session:
     @property
     def knows_rows(self) -> bool:
         """True if the rows of all ranks in a step are known without a collective."""
-        division = None if self.feed is None else self.feed.division
+        division = self.feed.division
         return division is not None and division.unit == "rows"
 
     def next_global_rows(self) -> Any:
@@ -276,16 +275,13 @@ class Session:
         data that is divided into steps here; but for an epoch that is resumed, in one
         process, too.
         """
-        feed = self.feed
-        if feed is None:
-            return False
-        is_known = feed.plan.steps_before is not None and comm.size() > 1
-        return feed.epoch is not None or is_known
+        is_known = self.feed.plan.steps_before is not None and comm.size() > 1
+        return self.feed.epoch is not None or is_known
 
     @property
     def is_marked(self) -> bool:
         """True if batches to train on come with a mark."""
-        return self.feed is not None and self.feed.is_marked
+        return self.feed.is_marked
 
     def split_mark(self, data: Any) -> tuple[Any, Any]:
         """Split what a train step is given into the batch and its mark.
@@ -298,8 +294,7 @@ class Session:
         if self.is_marked:
             data, mark = data
             has_rows = tf.cast(tf.reshape(mark, []), tf.bool)
-        batch = data if self.feed is None else self.feed.add_class_weights(data)
-        return batch, has_rows
+        return self.feed.add_class_weights(data), has_rows
 
     def see_rows(self, rows: Any) -> None:
         """Count a batch that the metrics are updated with; in a graph or not."""

@@ -65,19 +65,6 @@ class StateDifference:
         return f"{self.name} ({one:.4g} from the batch, {combined:.4g} from its parts)"
 
 
-def compare_states(
-    model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
-) -> list[StateDifference]:
-    """Return what the states after parts of a batch do not add up to.
-
-    The variables of the model have the values from before the runs.
-    """
-    return [
-        *_compare_metrics(model, whole, parts, fractions),
-        *_compare_weights(model, whole, parts, fractions),
-    ]
-
-
 def read_state(model: Any) -> State:
     """Return the values of metrics, and of weights that no gradient changes."""
     metrics = stateful_metrics(model.metrics)
@@ -125,9 +112,13 @@ def warn_about_states(differences: Sequence[StateDifference]) -> None:
     )
 
 
-def _compare_metrics(
+def compare_metrics(
     model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
 ) -> list[StateDifference]:
+    """Return the metrics whose states after parts of a batch do not add up.
+
+    The variables of the model have the values from before the runs.
+    """
     differences = []
     for metric in stateful_metrics(model.metrics):
         variables = metric.variables
@@ -148,9 +139,10 @@ def _compare_metrics(
     return differences
 
 
-def _compare_weights(
+def compare_weights(
     model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
 ) -> list[StateDifference]:
+    """Return the weights that no gradient changes, of which the same is true."""
     differences = []
     normalized = {
         id(variable)

@@ -204,7 +204,7 @@ def describe_step(
         step=number,
         rows_of_all=session.next_global_rows(),
         global_rows=session.traced.global_rows,
-        is_strided=session.feed is not None and session.feed.is_strided,
+        is_strided=session.feed.is_strided,
         is_keras_path=is_keras_path and not session.traced.is_split,
         stop_request=session.traced.stop_request,
     )
@@ -238,7 +238,6 @@ def ignore_copy(model: Any, has_rows: Any) -> Iterator[None]:
     for layer in private.layers_of(model):
         if isinstance(layer, keras.Model):
             counters += layer.metrics_variables
-    counters = list({id(variable): variable for variable in counters}.values())
     with preserve_variables(counters, unless=has_rows):
         yield
 

@@ -42,7 +42,8 @@ from keras_dist.training.rows import row_bytes
 from keras_dist.training.state_trial import (
     State,
     StateDifference,
-    compare_states,
+    compare_metrics,
+    compare_weights,
     differs,
     name_strays,
     read_state,
@@ -356,9 +357,8 @@ class _Runner:
             if others[0] != updates:
                 numbers |= doubted
                 updates, difference, weights = others
-        states = compare_states(
-            self._model, whole.state, [part.state for part in parts], fractions
-        )
+        runs = self._model, whole.state, [part.state for part in parts], fractions
+        states = compare_metrics(*runs) + compare_weights(*runs)
         if (states or "neither" in updates.values()) and self._is_random(whole):
             return self._find_by_repeating()
         states += self._strays
