@@ -18,7 +18,7 @@ from keras_dist.launch.hosts import (
 from keras_dist.launch.job import run_job
 from keras_dist.launch.monitor.rank_process import DISTRIBUTE, end_with
 from keras_dist.launch.monitor.watchdog import set_limit
-from keras_dist.launch.ranks import Command, dry_run_text, parse_command
+from keras_dist.launch.ranks import Command, parse_command
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import read_environment, run_by_ssh
 
@@ -106,11 +106,6 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="let every fit, evaluate and predict of the script use all ranks, without "
         f"a change of the script (batch={_BATCH!r} unless {DISTRIBUTE}=rank)",
     )
-    command.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the ranks, their hosts, devices, variables and command; start none",
-    )
     # Hidden: by `keras_dist.run`, and by `-H` on each host.
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)
     command.add_argument("--over-ssh", action="store_true", help=argparse.SUPPRESS)
@@ -149,9 +144,6 @@ def _run(options: argparse.Namespace) -> int:
             f"{options.restarts}. For example: keras-dist run -np 2 script.py"
         )
     command = _make_command(words, options)
-    if options.dry_run:
-        print(dry_run_text(command, {} if place else hosts or {"localhost": count}))
-        return 0
     if not all(is_here(host) for host in hosts):
         passed_on = ["--restarts", str(options.restarts)]
         passed_on += ["--log-dir", options.log_dir] if options.log_dir else []

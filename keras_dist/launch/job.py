@@ -34,7 +34,7 @@ from keras_dist.launch.ranks import (
     reaper,
     run_ranks,
 )
-from keras_dist.launch.store import assign_ranks
+from keras_dist.launch.store import make_slots
 
 # Seconds in which all hosts have to come; and in which a command that ssh has started
 # has to reach the first host.
@@ -137,7 +137,9 @@ class _Host:
 
     def run(self, command: Command, job: str) -> int:
         """Run ranks with this id of a job until it has ended; return its exit code."""
-        slots = assign_ranks([(name, len(ranks)) for name, ranks in self.hosts])
+        slots = make_slots(
+            [(name, k, len(r)) for name, r in self.hosts for k in range(len(r))]
+        )
         seed = str(int(self.meeting.nonce[:8], 16))  # after a restart, too
         variables = {SEED: os.environ.get(SEED) or seed}
         for start in itertools.count():

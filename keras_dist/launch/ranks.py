@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -18,10 +17,9 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 import psutil
 
 from keras_dist.launch.failures import RankEnd, Report
-from keras_dist.launch.hosts import is_here, num_gpus
 from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.output import Output
-from keras_dist.launch.store import Slot, assign_ranks
+from keras_dist.launch.store import Slot
 
 # The variable with the number of the restart, from 1; not set in the first run.
 RESTART = "KERAS_DIST_RESTART"
@@ -229,23 +227,6 @@ def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def dry_run_text(command: Command, hosts: Mapping[str, int]) -> str:
-    """Say what a launcher would start; no hosts are known where they have to meet."""
-    python = {"script": "python ", "module": "python -m ", "program": ""}
-    lines = [f"command    {python[command.kind]}{shlex.join(command.words)}"]
-    if not hosts:
-        lines.append("ranks      known when the hosts have met")
-    for slot in assign_ranks(list(hosts.items())):
-        host, gpu = slot["HOROVOD_HOSTNAME"], f"GPU {slot['HOROVOD_LOCAL_RANK']}"
-        device = f"{gpu} if its host has GPUs, else CPU"
-        if is_here(host):
-            device = gpu if num_gpus() else "CPU"
-        lines.append(f"rank {slot['HOROVOD_RANK']:<6}{host}, {device}")
-        lines.append(f"{'':11}{' '.join(f'{n}={v}' for n, v in slot.items())}")
-    lines.append("Nothing was started.")
-    return "\n".join(lines)
-
-
 def job_variable(job: str) -> str:
     """Return the name of an environment variable that all processes of a job have.
 
@@ -261,16 +242,15 @@ def find_folder(job: str) -> Path:
     return Path(tempfile.gettempdir()) / f"keras_dist.{job}"
 
 
-def _list_members(job: str) -> list[psutil.Process]:
-    """Return the processes of a job that run now, of this user on this host."""
-    name, found = job_variable(job), psutil.process_iter(["environ"])
-    return [each for each in found if name in (each.info["environ"] or ())]
-
-
 def _kill(job: str) -> None:
-    begin = time.monotonic()
+    """Kill all processes of a job, of this user on this host."""
+    name, end = job_variable(job), time.monotonic() + _KILL_SECONDS
     # Repeatedly, since a process may start another one in the meantime.
-    while (left := _list_members(job)) and time.monotonic() - begin < _KILL_SECONDS:
+    while time.monotonic() < end:
+        found = psutil.process_iter(["environ"])
+        left = [each for each in found if name in (each.info["environ"] or ())]
+        if not left:
+            return
         for process in left:
             with contextlib.suppress(psutil.Error):  # it has ended
                 process.kill()

@@ -69,11 +69,6 @@ def make_slots(ranks: Sequence[tuple[str, int, int]]) -> list[Slot]:
     return slots
 
 
-def assign_ranks(hosts: Sequence[tuple[str, int]]) -> list[Slot]:
-    """Return the slots of hosts with so many ranks each."""
-    return make_slots([(host, k, count) for host, count in hosts for k in range(count)])
-
-
 def store_variables(
     address: str, port: int, secret: str, *, start: int = 0
 ) -> dict[str, str]:

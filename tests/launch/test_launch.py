@@ -225,17 +225,6 @@ def test_ranks_that_were_asked_to_end_are_not_started_again(tmp_path):
     assert done.returncode == 75 and "start 2 of at most 2" in done.stderr
 
 
-def test_a_dry_run_tells_what_would_start(tmp_path):
-    """And starts nothing."""
-    script = write_script(tmp_path, f"open({str(tmp_path / 'started')!r}, 'w')")
-    done = run("--dry-run", "-H", "away:1,localhost:2", script, "--epochs", 3)
-    assert done.returncode == 0, done.stderr
-    assert f"python {script} --epochs 3" in done.stdout
-    assert "rank 0     away, GPU 0 if its host has GPUs" in done.stdout
-    assert re.search(r"rank 2 +localhost, (CPU|GPU 1)\n.*HOROVOD_RANK=2", done.stdout)
-    assert not (tmp_path / "started").exists()
-
-
 _TWO = ["--nnodes", 2, "--node-rank", 0, "--rdzv"]
 _NEEDS = "needs `--nnodes`, `--node-rank` and `--rdzv`"
 
