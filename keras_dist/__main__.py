@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keras_dist.launch.command import add_run
 from keras_dist.tools.check.command import add_check
-from keras_dist.tools.install import InstallError, install_horovod
+from keras_dist.tools.install.recipe import install_horovod
 from keras_dist.version import __version__
 
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return options.run(options)
-    except (ImportError, InstallError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"keras-dist: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

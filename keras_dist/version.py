@@ -12,7 +12,7 @@ FIRST_TENSORFLOW = (2, 18)
 LAST_TENSORFLOW = (2, 21)
 
 
-def format_version(version: tuple[int, int]) -> str:
+def format_version(version: tuple[int, ...]) -> str:
     """Write a version.
 
     >>> format_version((3, 10))

@@ -9,10 +9,10 @@ import zipfile
 import pytest
 from test_install import BUILT
 
-from keras_dist.tools.install import InstallError, build, facts, recipe
+from keras_dist.tools.install import build, facts, recipe
 from keras_dist.tools.install.steps import PIP
 
-FACTS = facts.Facts(tensorflow="2.21.0", python=sys.version_info[:2])
+FACTS = facts.Facts(tensorflow="2.21.0")
 BARE = dataclasses.replace(FACTS, has_compiler=False, has_make=False)
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -43,7 +43,7 @@ def site(tmp_path, monkeypatch):
     install = (*PIP, "install", "--no-deps", "--target", str(tmp_path / "site"))
     monkeypatch.setattr(recipe, "_INSTALL", install)
     monkeypatch.setattr(recipe, "_REPLACE", (*install, "--upgrade"))
-    monkeypatch.setattr(recipe, "runtime_requirements", lambda python: ["horovod"])
+    monkeypatch.setattr(recipe, "RUNTIME", ("horovod", "none; python_version < '3'"))
     monkeypatch.setattr(recipe, "detect", lambda: BARE)
     monkeypatch.setattr(recipe, "probe", lambda: (BUILT, ""))
     return tmp_path / "site"
@@ -87,7 +87,7 @@ def test_a_wheel_of_other_patches_does_not_fit(tmp_path, site, monkeypatch):
     folder = tmp_path / "wheels"
     make_wheel(folder)
     monkeypatch.setattr(build, "CXX_FLAG", "-O3")
-    with pytest.raises(InstallError, match="a C\\+\\+ compiler"):
+    with pytest.raises(RuntimeError, match="a C\\+\\+ compiler"):
         recipe.install_horovod(wheel_dir=folder)
 
 
@@ -95,7 +95,7 @@ def test_a_wheel_of_other_patches_does_not_fit(tmp_path, site, monkeypatch):
 def test_without_a_wheel_that_fits_horovod_is_built(tmp_path, site, capsys, name):
     """The command says so, and what a build needs."""
     make_wheel(tmp_path / "wheels", tensorflow="2.20.0")
-    with pytest.raises(InstallError, match="Horovod cannot be installed here"):
+    with pytest.raises(RuntimeError, match="Horovod cannot be installed here"):
         recipe.install_horovod(find_links=tmp_path / name)
     printed = capsys.readouterr().out
     assert f"No wheel of Horovod in {tmp_path / name} fits: it is built." in printed
@@ -107,7 +107,7 @@ def test_what_is_built_is_kept_with_what_it_imports(tmp_path, site, monkeypatch)
     monkeypatch.setattr(recipe, "detect", lambda: FACTS)
     wheel = make_wheel(tmp_path / "built")
     monkeypatch.setattr(recipe, "build_wheel", lambda *_: wheel)
-    monkeypatch.setattr(recipe, "runtime_requirements", lambda python: [str(wheel)])
+    monkeypatch.setattr(recipe, "RUNTIME", (str(wheel), "none; python_version < '3'"))
     folder = tmp_path / "a" / "wheels"
     recipe.install_horovod(wheel_dir=folder)
     assert [path.name for path in folder.iterdir()] == [wheel.name]
@@ -121,7 +121,7 @@ def test_a_wheel_that_cannot_be_imported_is_no_success(tmp_path, site, monkeypat
     """The message says which it was."""
     make_wheel(tmp_path / "wheels")
     monkeypatch.setattr(recipe, "probe", lambda: (None, "undefined symbol: x"))
-    with pytest.raises(InstallError, match="cannot be imported") as error:
+    with pytest.raises(RuntimeError, match="cannot be imported") as error:
         recipe.install_horovod(wheel_dir=tmp_path / "wheels")
     assert "was taken as horovod==0.28.1+keras.dist.tf2.21.gloo" in str(error.value)
 

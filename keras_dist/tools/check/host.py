@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from keras_dist.launch.hosts import addresses, ranges
-from keras_dist.tools.install.facts import CUDA, is_supported
+from keras_dist.launch.hosts import addresses, ranks_in_words
+from keras_dist.tools.install.facts import CUDA
 from keras_dist.tools.install.recipe import Built, probe
 from keras_dist.version import (
+    FIRST_TENSORFLOW,
     KERAS,
+    LAST_TENSORFLOW,
     TENSORFLOW,
     TENSORFLOW_RANGE,
     __version__,
     installed_tensorflow,
+    parse_version,
 )
 
 # A warning is a check that passed, but deserves a look.
@@ -85,7 +88,7 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """
     names = dict.fromkeys(hosts[rank] for rank in ranks)
     where = "" if len(set(hosts)) == 1 else f" ({', '.join(names)})"
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{where}"
+    return f"{ranks_in_words(ranks)}{where}"
 
 
 def check_host() -> Iterator[Result]:
@@ -118,7 +121,8 @@ def check_versions(versions: Mapping[str, str]) -> Result:
     if "" in versions.values():
         cure = f"pip install '{TENSORFLOW}' '{KERAS}' && keras-dist install-horovod"
         return Result("versions", "failed", seen, cure)
-    if not is_supported(versions["TensorFlow"]):
+    minor = parse_version(versions["TensorFlow"])
+    if not FIRST_TENSORFLOW <= minor <= LAST_TENSORFLOW:
         cure = f"keras_dist was tried with TensorFlow {TENSORFLOW_RANGE}."
         return Result("versions", "warning", seen, cure)
     return Result("versions", "ok", seen)

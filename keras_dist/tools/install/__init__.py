@@ -6,8 +6,3 @@
 - `build`: build a wheel: the source, our changes (`patches/`), flags and variables
 - `steps`: run commands with a log, and show their errors
 """
-
-from keras_dist.tools.install.recipe import install_horovod
-from keras_dist.tools.install.steps import InstallError
-
-__all__ = ["InstallError", "install_horovod"]

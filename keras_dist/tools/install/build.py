@@ -15,14 +15,20 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from keras_dist.tools.install.facts import HOROVOD, Choice, Facts, minor_of
-from keras_dist.tools.install.steps import PIP, InstallError, Steps
+from keras_dist.tools.install.facts import HOROVOD, Choice, Facts, Nccl
+from keras_dist.tools.install.steps import PIP, Steps
+from keras_dist.version import format_version, parse_version
+
+# What Horovod imports, also during its build. Python 3.12 and later have no distutils;
+# setuptools has one.
+RUNTIME = (
+    *("cloudpickle", "psutil", "pyyaml", "packaging"),
+    "setuptools<81; python_version >= '3.12'",
+)
 
 # Build tools, installed in a temporary folder. Horovod's setup needs the distutils of
-# an older setuptools, and its CMake files need a CMake before 4. The rest is imported
-# during the build.
-TOOLS = ["setuptools<80", "cmake>=3.18,<4", "wheel"]
-TOOLS += ["packaging", "cloudpickle", "psutil", "pyyaml"]
+# an older setuptools, and its CMake files need a CMake before 4.
+TOOLS = ("setuptools<80", "cmake>=3.18,<4", "wheel", *RUNTIME)
 
 # `xla_mpi_ops.cc` does not compile with TensorFlow 2.19 and later. All of its code is
 # inside an `#if` on this macro, in line 23. A value that is 0 in line 23 excludes that
@@ -47,12 +53,12 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
         steps: Runs the commands.
 
     Raises:
-        InstallError: If a step of the build fails.
+        RuntimeError: If a step of the build fails.
     """
     wheels, tools = folder / "wheels", str(folder / "tools")
     steps.run("Fetching the build tools", [*PIP, "install", "--target", tools, *TOOLS])
-    if choice.nccl:
-        link_nccl(facts, folder / "nccl")
+    if choice.nccl and facts.cuda_home and facts.nccl:
+        link_nccl(facts.nccl, folder / "nccl")
         toolkit = link_cuda(facts.cuda_home, folder / "cuda")
         facts = dataclasses.replace(facts, cuda_home=toolkit)
     env = build_environment(os.environ, facts, choice, folder)
@@ -84,13 +90,19 @@ def local_version(tensorflow: str | None, choice: Choice) -> str:
     >>> local_version("2.21.0", Choice(mpi=True))[:-9]
     'keras.dist.tf2.21.gloo.mpi.'
     """
+    # Patch releases of TensorFlow take the same Horovod.
+    minor = format_version(parse_version(tensorflow or ""))
+    transports = "gloo" + ".mpi" * choice.mpi + ".nccl" * choice.nccl
+    return f"keras.dist.tf{minor}.{transports}.{digest_patches()}"
+
+
+def digest_patches() -> str:
+    """Return a digest of our changes, with which the version of our Horovod ends."""
     digest = hashlib.sha256(CXX_FLAG.encode())
     for path in patch_files():
         digest.update(path.read_bytes())
-    transports = "gloo" + ".mpi" * choice.mpi + ".nccl" * choice.nccl
     # With a letter in front: of digits alone pip would drop a leading 0.
-    patches = f"p{digest.hexdigest()[:8]}"
-    return f"keras.dist.tf{minor_of(tensorflow)}.{transports}.{patches}"
+    return f"p{digest.hexdigest()[:8]}"
 
 
 def build_environment(
@@ -134,7 +146,7 @@ def build_environment(
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "LDFLAGS": _join(" ", linker_flags),
-        "MAKEFLAGS": environ.get("MAKEFLAGS") or f"-j{facts.cores}",
+        "MAKEFLAGS": environ.get("MAKEFLAGS") or f"-j{len(os.sched_getaffinity(0))}",
         "PATH": _join(os.pathsep, [*map(str, folders), environ.get("PATH", "")]),
         "PYTHONPATH": _join(
             os.pathsep, [str(folder / "tools"), environ.get("PYTHONPATH", "")]
@@ -159,7 +171,7 @@ def rpath_flag(folder: Path, site_packages: Path) -> str:
     return shlex.quote(f"-Wl,-rpath,{name}")
 
 
-def link_nccl(facts: Facts, home: Path) -> None:
+def link_nccl(nccl: Nccl, home: Path) -> None:
     """Make a folder `home` in which Horovod's CMake files find NCCL.
 
     The wheel on PyPI has no `libnccl.so`, only `libnccl.so.2`. A symbolic link would be
@@ -168,17 +180,15 @@ def link_nccl(facts: Facts, home: Path) -> None:
     another `libnccl.so` there. So the link is a linker script instead, with the name of
     a static library, for which CMake adds no run path.
     """
-    if facts.nccl is None:
-        return
     (home / "include").mkdir(parents=True)
     (home / "lib").mkdir()
-    for header in facts.nccl.include.glob("nccl*"):
+    for header in nccl.include.glob("nccl*"):
         (home / "include" / header.name).symlink_to(header)
-    script = f'INPUT("{facts.nccl.library}")\n'
+    script = f'INPUT("{nccl.library}")\n'
     (home / "lib" / "libnccl.a").write_text(script)
 
 
-def link_cuda(toolkit: Path | None, home: Path) -> Path | None:
+def link_cuda(toolkit: Path, home: Path) -> Path:
     """Make a folder in which nvcc and CMake find a CUDA toolkit of wheels.
 
     The wheels on PyPI have their libraries in `lib`, where nvcc 13.0 and CMake look in
@@ -189,10 +199,8 @@ def link_cuda(toolkit: Path | None, home: Path) -> Path | None:
         toolkit: Folder of a CUDA toolkit.
         home: The folder to make; any other toolkit than one of wheels is returned.
     """
-    if toolkit is None or (toolkit / "lib64").exists():
-        return toolkit
     runtimes = sorted((toolkit / "lib").glob("libcudart.so.*"))
-    if not runtimes:
+    if not runtimes or (toolkit / "lib64").exists():
         return toolkit
     for source, target in (("bin", "bin"), ("lib", "lib64")):
         (home / target).mkdir(parents=True)
@@ -220,7 +228,7 @@ def apply(source: Path, patch: str) -> str:
     """Apply a patch of one hunk to a source, and return the first line of its reason.
 
     Raises:
-        InstallError: If the lines to change are not there exactly once.
+        RuntimeError: If the lines to change are not there exactly once.
     """
     reason, _, diff = patch.partition("--- a/")
     path = source / diff.partition("\n")[0]
@@ -229,7 +237,7 @@ def apply(source: Path, patch: str) -> str:
     after = "".join(f"{line[1:]}\n" for line in hunk if line[:1] != "-")
     text = path.read_text() if path.is_file() else ""
     if (count := text.count(before)) != 1:
-        raise InstallError(
+        raise RuntimeError(
             "The source of Horovod is not the one that keras_dist's patch was made "
             f"for. Received: {count} places to change in {path}, instead of 1. "
             "Check which index or mirror pip uses with `pip config list`."

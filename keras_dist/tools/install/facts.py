@@ -6,16 +6,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from keras_dist.version import (
     FIRST_TENSORFLOW,
-    LAST_TENSORFLOW,
     TENSORFLOW,
     TENSORFLOW_RANGE,
+    format_version,
     installed_tensorflow,
     parse_version,
 )
@@ -43,26 +42,22 @@ class Facts:
     Args:
         tensorflow: Version of the installed TensorFlow; `None` if there is none.
         distribution: Name of the distribution, one of `version.TENSORFLOWS`.
-        python: Major and minor version of this Python.
         has_pip: Whether this Python has pip.
         has_compiler: Whether there is a C++ compiler.
         has_make: Whether there is make.
         has_open_mpi: Whether there is Open MPI, with its compiler wrapper.
         cuda_home: Folder of a CUDA toolkit with nvcc; `None` if there is none.
         nccl: The installed NCCL; `None` if there is none.
-        cores: Number of cores that the build may use.
     """
 
     tensorflow: str | None
     distribution: str = "tensorflow"
-    python: tuple[int, int] = (3, 12)
     has_pip: bool = True
     has_compiler: bool = True
     has_make: bool = True
     has_open_mpi: bool = False
     cuda_home: Path | None = None
     nccl: Nccl | None = None
-    cores: int = 1
 
 
 class Choice(NamedTuple):
@@ -72,41 +67,28 @@ class Choice(NamedTuple):
     nccl: bool = False
 
 
-def detect(environ: Mapping[str, str] = os.environ) -> Facts:
+def detect() -> Facts:
     """Examine this environment, without importing TensorFlow."""
     distribution, version = installed_tensorflow()
     # What CMake tries: `CXX`, or the usual names.
-    compilers = environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
-    mpirun = _has("mpirun", environ) and _has("mpicxx", environ)
+    compilers = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+    mpirun = shutil.which("mpirun") and shutil.which("mpicxx")
     return Facts(
         tensorflow=version,
         distribution=distribution,
-        python=sys.version_info[:2],
         has_pip=importlib.util.find_spec("pip") is not None,
-        has_compiler=any(_has(name, environ) for name in compilers),
-        has_make=_has("make", environ),
-        has_open_mpi=mpirun and "Open MPI" in _output_of("mpirun", "--version"),
-        cuda_home=find_cuda(environ),
-        nccl=find_nccl(environ),
-        cores=len(os.sched_getaffinity(0)),
+        has_compiler=any(map(shutil.which, compilers)),
+        has_make=shutil.which("make") is not None,
+        has_open_mpi=bool(mpirun) and "Open MPI" in _output_of("mpirun", "--version"),
+        cuda_home=find_cuda(),
+        nccl=find_nccl(),
     )
 
 
-def minor_of(version: str | None) -> str:
-    """Return a version without its patch release.
-
-    Patch releases of TensorFlow take the same Horovod.
-
-    >>> [minor_of(version) for version in ("2.21.0", "2.21.1rc2", None)]
-    ['2.21', '2.21', 'none']
-    """
-    return ".".join((version or "none").split(".")[:2])
-
-
-def find_nccl(environ: Mapping[str, str]) -> Nccl | None:
+def find_nccl() -> Nccl | None:
     """Find NCCL's header and library: where the user says, in the system, in wheels."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    homes = _homes(environ, "HOROVOD_NCCL_HOME", "NCCL_HOME")
+    homes = _homes("HOROVOD_NCCL_HOME", "NCCL_HOME")
     for home in [*homes, *_SYSTEM_HOMES, _wheels() / "nccl"]:
         for folder in ("lib", "lib64", f"lib/{multiarch}"):
             for name in ("libnccl.so", "libnccl.so.2"):
@@ -116,14 +98,14 @@ def find_nccl(environ: Mapping[str, str]) -> Nccl | None:
     return None
 
 
-def find_cuda(environ: Mapping[str, str]) -> Path | None:
+def find_cuda() -> Path | None:
     """Find a CUDA toolkit: where the user says, on the PATH, in the system, in wheels.
 
     A folder with nvcc alone may have only a wrapper script or a part of the toolkit. An
     example is the wheel `nvidia-cuda-nvcc-cu12`, which only has the assembler.
     """
-    homes = _homes(environ, "HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=environ.get("PATH"))
+    homes = _homes("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
+    nvcc = shutil.which("nvcc")
     on_path = [Path(nvcc).resolve().parent.parent] if nvcc else []
     for home in [*homes, *on_path, *_SYSTEM_HOMES, _wheels() / "cu13"]:
         has_headers = (home / "include" / "cuda_runtime.h").is_file()
@@ -137,12 +119,8 @@ def _wheels() -> Path:
     return Path(sysconfig.get_path("purelib"), "nvidia")
 
 
-def _homes(environ: Mapping[str, str], *variables: str) -> list[Path]:
-    return [Path(environ[name]) for name in variables if environ.get(name)]
-
-
-def _has(command: str, environ: Mapping[str, str]) -> bool:
-    return shutil.which(command, path=environ.get("PATH")) is not None
+def _homes(*variables: str) -> list[Path]:
+    return [Path(os.environ[name]) for name in variables if os.environ.get(name)]
 
 
 def _output_of(*command: str) -> str:
@@ -170,21 +148,13 @@ def choose(
     )
 
 
-def is_supported(version: str) -> bool:
-    """Return True if Horovod 0.28.1 was tried with this version of TensorFlow.
-
-    >>> [is_supported(version) for version in ("2.17.1", "2.18.0", "2.21.1", "2.22.0")]
-    [False, True, True, False]
-    """
-    return FIRST_TENSORFLOW <= parse_version(version) <= LAST_TENSORFLOW
-
-
 def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[str]:
     """List what is missing for a build, with MPI and NCCL if requested, and the cure.
 
     Packages are named as in Debian and Ubuntu; docs/how_to/install.md has others.
     """
-    received = facts.tensorflow or "none for Python {}.{}".format(*facts.python)
+    python = format_version(sys.version_info[:2])
+    received = facts.tensorflow or f"none for Python {python}"
     name = facts.distribution
     needs = [
         (

@@ -1,6 +1,5 @@
 """Install Horovod: a wheel that fits, or one that is built now; and verify it."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_dist.tools.install.build import build_wheel, local_version
+from keras_dist.tools.install.build import (
+    RUNTIME,
+    build_wheel,
+    digest_patches,
+    local_version,
+)
 from keras_dist.tools.install.facts import (
     HOROVOD,
     Choice,
@@ -17,44 +21,35 @@ from keras_dist.tools.install.facts import (
     choose,
     detect,
     find_missing,
-    minor_of,
 )
-from keras_dist.tools.install.steps import (
-    PIP,
-    PYTHON,
-    InstallError,
-    Steps,
-)
+from keras_dist.tools.install.steps import PIP, PYTHON, Steps
+from keras_dist.version import parse_version
 
 _INSTALL = (*PIP, "install")
 _REPLACE = (*_INSTALL, "--force-reinstall", "--no-deps")
 _IMPORTS = "Installing what Horovod imports"
 
-# Run in a new interpreter. Its last line of output describes the installed Horovod.
+# Run in a new interpreter, with the digest of our patches. The last line of its output
+# describes the Horovod that is imported, of which several may be installed.
 _PROBE = """
-import json, pathlib
+import importlib.metadata, json, pathlib, sys
 import horovod, tensorflow
 import horovod.tensorflow as hvd
-metadata = pathlib.Path(horovod.__file__).with_name("metadata.json")
+folder = pathlib.Path(horovod.__file__).parent
+beside = {"name": "horovod", "path": [str(folder.parent)]}
+versions = [each.version for each in importlib.metadata.distributions(**beside)]
 print()
 print(json.dumps({
     "horovod": horovod.__version__,
-    "built_for": json.loads(metadata.read_text()).get("tensorflow"),
+    "built_for": json.loads((folder / "metadata.json").read_text()).get("tensorflow"),
     "tensorflow": tensorflow.__version__,
     "mpi": bool(hvd.mpi_built()),
     "nccl": bool(hvd.nccl_built()),
     "cuda": tensorflow.sysconfig.get_build_info().get("cuda_version", ""),
+    "is_patched": any(version.endswith(sys.argv[1]) for version in versions),
+    "folder": str(folder),
 }))
 """
-
-# Stand in the library if it was compiled from the changed source: texts of debug
-# messages, and names of variables.
-MARKS = (
-    "keras_dist: process sets use the network interface ",
-    "KERAS_DIST_LONGEST_CYCLE_MS",
-    "KERAS_DIST_READ_MEMORY",
-    "keras_dist: the sum is in place",
-)
 
 _PATCHED = "It has keras_dist's patches."
 _NOT_PATCHED = (
@@ -75,7 +70,8 @@ class Built:
         mpi: Whether it was built with MPI.
         nccl: Whether it was built with NCCL.
         cuda: Version of CUDA that TensorFlow was built for; empty for CPUs alone.
-        is_patched: Whether it has keras_dist's patches.
+        is_patched: Whether it has keras_dist's patches, as its version says.
+        folder: The folder that is imported.
     """
 
     horovod: str
@@ -85,6 +81,7 @@ class Built:
     nccl: bool
     cuda: str = ""
     is_patched: bool = False
+    folder: str = ""
 
     def __str__(self) -> str:
         transports = "Gloo" + ", MPI" * self.mpi + ", NCCL" * self.nccl
@@ -96,25 +93,10 @@ class Built:
 
 def is_enough(installed: Built, *, mpi: bool | None, nccl: bool | None) -> bool:
     """Return True if an installed Horovod need not be built again for a request."""
-    fits = minor_of(installed.built_for) == minor_of(installed.tensorflow)
+    built_for = parse_version(installed.built_for or "")
+    fits = built_for == parse_version(installed.tensorflow)
     fits = fits and installed.horovod == HOROVOD and installed.is_patched
     return fits and installed.mpi >= bool(mpi) and installed.nccl >= bool(nccl)
-
-
-def find_library() -> Path | None:
-    """Find Horovod's library in this environment, without importing it."""
-    found = importlib.util.find_spec("horovod")
-    for folder in (found and found.submodule_search_locations) or []:
-        for library in Path(folder).glob("tensorflow/mpi_lib*.so"):
-            return library
-    return None
-
-
-def is_patched() -> bool:
-    """Return True if a Horovod is installed that was compiled from our source."""
-    library = find_library()
-    content = b"" if library is None else library.read_bytes()
-    return all(mark.encode() in content for mark in MARKS)
 
 
 def probe() -> tuple[Built | None, str]:
@@ -124,7 +106,7 @@ def probe() -> tuple[Built | None, str]:
         The installed Horovod, or `None` and the end of the error message.
     """
     result = subprocess.run(
-        [*PYTHON, "-c", _PROBE],
+        [*PYTHON, "-c", _PROBE, digest_patches()],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -134,8 +116,7 @@ def probe() -> tuple[Built | None, str]:
     )
     if result.returncode != 0:
         return None, "\n".join(result.stderr.splitlines()[-5:])
-    values = json.loads(result.stdout.splitlines()[-1])
-    return Built(**values, is_patched=is_patched()), ""
+    return Built(**json.loads(result.stdout.splitlines()[-1])), ""
 
 
 def install_horovod(
@@ -161,7 +142,7 @@ def install_horovod(
             links. A wheel that fits is installed; if there is none, Horovod is built.
 
     Raises:
-        InstallError: If something is missing, or a step fails.
+        RuntimeError: If something is missing, or a step fails.
     """
     if only_if_needed:
         installed, _ = probe()
@@ -176,7 +157,7 @@ def install_horovod(
             print(f"No wheel of Horovod in {' or '.join(places)} fits: it is built.")
         if missing := find_missing(facts, mpi=bool(mpi), nccl=bool(nccl)):
             lines = ["Horovod cannot be installed here. Missing:", *missing]
-            raise InstallError("\n  - ".join(lines))
+            raise RuntimeError("\n  - ".join(lines))
         choice = choose(facts, mpi=mpi, nccl=nccl)
         build_and_install(facts, choice, steps, wheel_dir)
         how = "built"
@@ -205,7 +186,7 @@ def take(
     for choice in dict.fromkeys([most, Choice(mpi=bool(mpi), nccl=bool(nccl))]):
         wheel = f"horovod=={HOROVOD}+{local_version(facts.tensorflow, choice)}"
         if steps.try_to_run(f"Looking for {wheel}", [*_REPLACE, *links, wheel]):
-            imports = [*_INSTALL, *runtime_requirements(facts.python)]
+            imports = [*_INSTALL, *RUNTIME]
             if not steps.try_to_run(_IMPORTS, [*imports, *links]):
                 steps.run(f"{_IMPORTS}, from the index", imports)
             return f"taken as {wheel}"
@@ -222,20 +203,19 @@ def build_and_install(
     print(f"Building Horovod {HOROVOD} for TensorFlow {facts.tensorflow}.")
     print(f"The whole output goes to {steps.log}", flush=True)
     with tempfile.TemporaryDirectory(prefix="keras-dist-") as folder:
-        imports = runtime_requirements(facts.python)
-        steps.run(_IMPORTS, [*_INSTALL, *imports])  # first: pip may refuse it
+        steps.run(_IMPORTS, [*_INSTALL, *RUNTIME])  # first: pip may refuse it
         wheel = build_wheel(facts, choice, Path(folder), steps)
         steps.run("Installing Horovod", [*_REPLACE, str(wheel)])
         if wheel_dir is not None:
             fetch = [*PIP, "download", "--no-deps", "-d", str(wheel_dir)]
-            steps.run(f"Keeping it in {wheel_dir}", [*fetch, str(wheel), *imports])
+            steps.run(f"Keeping it in {wheel_dir}", [*fetch, str(wheel), *RUNTIME])
 
 
 def verify(how: str) -> Built:
     """Import the new Horovod in a new interpreter, and return what it is.
 
     Raises:
-        InstallError: If it cannot be imported, or lacks our patches.
+        RuntimeError: If it cannot be imported, or lacks our patches.
     """
     installed, error = probe()
     if installed is not None and installed.is_patched:
@@ -243,19 +223,7 @@ def verify(how: str) -> Built:
     error = f"cannot be imported:\n{error}"
     if installed is not None:
         error = (
-            f"another one, without keras_dist's patches, is imported: {find_library()}."
-            " Perhaps it comes first in Python's search path."
+            "another one, without keras_dist's patches, is imported: "
+            f"{installed.folder}. Perhaps it comes first in Python's search path."
         )
-    raise InstallError(f"Horovod {HOROVOD} was {how} and installed, but {error}")
-
-
-def runtime_requirements(python: tuple[int, int]) -> list[str]:
-    """Return the packages that Horovod imports at run time, for a version of Python.
-
-    Python 3.12 and later have no distutils; setuptools has one.
-
-    >>> [runtime_requirements((3, minor))[-1] for minor in (11, 12, 13)]
-    ['packaging', 'setuptools<81', 'setuptools<81']
-    """
-    packages = ["cloudpickle", "psutil", "pyyaml", "packaging"]
-    return [*packages, "setuptools<81"] if python >= (3, 12) else packages
+    raise RuntimeError(f"Horovod {HOROVOD} was {how} and installed, but {error}")

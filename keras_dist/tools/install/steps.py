@@ -13,10 +13,6 @@ PIP = (*PYTHON, "-m", "pip", "--disable-pip-version-check")
 _LAST_LINES = 20
 
 
-class InstallError(RuntimeError):
-    """Horovod was not installed; the message says why and what to do."""
-
-
 class Steps:
     """Run commands, and write their output to one log, whose path is `log`."""
 
@@ -29,7 +25,7 @@ class Steps:
     def run(
         self, what: str, command: Sequence[str], *, env: Mapping[str, str] | None = None
     ) -> None:
-        """Run a command, print what it does, and raise an `InstallError` if it fails.
+        """Run a command, print what it does, and raise a `RuntimeError` if it fails.
 
         Args:
             what: What the command does, for the user.
@@ -43,7 +39,7 @@ class Steps:
             _, *lines = output.splitlines()
             errors = [line for line in lines[:-_LAST_LINES] if "rror: " in line][:1]
             shown = "\n    ".join([*errors, *lines[-_LAST_LINES:]])
-            raise InstallError(
+            raise RuntimeError(
                 f"{what} failed. The first error, and the last lines of its output:\n"
                 f"    {shown}\nThe whole output is in {self.log}"
             )
