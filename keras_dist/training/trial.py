@@ -37,6 +37,7 @@ from keras_dist.optimizer.nested import optimizers_of, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
 from keras_dist.training.batch_norm import explain_unsynchronized, share_moments
 from keras_dist.training.losses import num_rows
+from keras_dist.training.metrics import stateful_metrics
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.rows import row_bytes
 from keras_dist.training.state_trial import (
@@ -309,7 +310,10 @@ class _Runner:
 
     def find(self) -> Trial:
         """Compare the whole batch with two parts, which are not equally long."""
+        before = len(stateful_metrics(self._model.metrics))
         whole = self._run(self._leaves)
+        if len(stateful_metrics(self._model.metrics)) > before:
+            whole = self._run(self._leaves)  # with the metrics that it has made
         if not whole.gradients:
             return Trial()
 

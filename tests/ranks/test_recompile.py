@@ -20,18 +20,36 @@ class Thaws(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         if epoch == 1:
             self.model.layers[0].trainable = True
-            compile_model(self.model, self.rate)
+            compile_model(self.model, self.rate, self.model.run_eagerly)
             self.model.make_train_function(force=True)
 
 
-def compile_model(model, rate):
+def summed(y, p):
+    return keras.ops.sum(keras.losses.binary_crossentropy(y, p)) / 16
+
+
+def mae(y, p):
+    return keras.ops.mean(keras.ops.abs(y[:, None] - p))
+
+
+def compile_model(model, rate, is_eager):
+    """By a loss and a metric of the user's if it is eager, which are tried."""
     optimizer = keras.optimizers.SGD(rate, momentum=0.9)
-    model.compile(optimizer, "binary_crossentropy", metrics=["mae"])
+    loss, metric = (summed, mae) if is_eager else ("binary_crossentropy", "mae")
+    model.compile(optimizer, loss, metrics=[metric], run_eagerly=is_eager)
 
 
-@pytest.mark.parametrize("batch", shortened(["global", "rank"], {"rank"}))
-def test_the_new_optimizer_averages_and_its_rate_is_scaled(world, rows, batch):
-    """Weights and metrics equal one process with the global batch; in a graph."""
+@pytest.mark.parametrize(
+    ("batch", "is_eager"),
+    shortened(
+        [("global", False), ("rank", False), ("global", True)],
+        {("rank", False), ("global", True)},
+    ),
+)
+def test_the_new_optimizer_averages_and_its_rate_is_scaled(
+    world, rows, batch, is_eager
+):
+    """Weights and metrics equal one process with the global batch."""
     x, y = rows
     factor = world.size if batch == "rank" else 1
     weights, logs = [], []
@@ -41,7 +59,7 @@ def test_the_new_optimizer_averages_and_its_rate_is_scaled(world, rows, batch):
         out = keras.layers.Dense(1, activation="sigmoid")
         model = keras.Sequential([keras.Input((5,)), hidden, out])
         rate = 0.1 if is_ours else 0.1 * factor
-        compile_model(model, rate)
+        compile_model(model, rate, is_eager)
         options = {
             "batch_size": 16 if is_ours else 16 * factor,
             "epochs": 3,
