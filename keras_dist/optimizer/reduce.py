@@ -108,7 +108,7 @@ def reduce_gradients(
         with tf.init_scope():
             optimizer.build(known)
     present = [
-        (gradient, variable)
+        (with_shape(gradient, variable), variable)
         for gradient, variable in zip(gradients, known, strict=True)
         if gradient is not None
     ]
@@ -175,7 +175,7 @@ def _average(
     weight = 1 if context.rows is None else context.rows
     if is_sum or any(state is weighted for weighted in context.weighted):
         weight = None
-    local = [with_shape(*pair) for pair in pairs]
+    local = [gradient for gradient, _ in pairs]
     if is_sum and context.has_rows is not None:
         local = [map_values(context.count_own, gradient) for gradient in local]
     variables = [variable for _, variable in pairs]

@@ -237,7 +237,6 @@ def _make_arguments(
     callbacks: list[Any],
 ) -> dict[str, Any]:
     """Make this rank's arguments for `Model.fit`: its data, callbacks and steps."""
-    is_first = comm.rank() == 0
     arguments = given | training.arguments
     arguments["callbacks"] = on_this_rank(callbacks)
     if comm.size() == 1 and training.epoch is None:
@@ -245,7 +244,7 @@ def _make_arguments(
         return given | {"callbacks": arguments["callbacks"]}
     if training.epoch is not None:
         arguments["callbacks"].append(NextEpoch())
-    arguments["verbose"] = given["verbose"] if is_first else 0
+    arguments["verbose"] = given["verbose"] if comm.rank() == 0 else 0
     if validation is not None:
         pieces = (validation.arguments[n] for n in ("x", "y", "sample_weight"))
         arguments |= {

@@ -46,7 +46,9 @@ def predict_in_turns(
     with comm.together(), _count_rows(model) as counts:
         outputs = predict(data.data)
     if not data.has_rows:
-        outputs = _without_rows(outputs)
+        outputs = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else leaf[:0], outputs
+        )
         counts.clear()
     _agree_on_outputs(outputs, model)
     if not gather:
@@ -165,10 +167,4 @@ def _agree_on_outputs(outputs: Any, model: Any) -> None:
         },
         advice=_ADVICE,
         names={"the weights": "these are checksums"},
-    )
-
-
-def _without_rows(outputs: Any) -> Any:
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else leaf[:0], outputs
     )

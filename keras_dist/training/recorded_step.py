@@ -12,9 +12,7 @@ from keras_dist import private
 from keras_dist.errors import summarize
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import Recorded, apply_recorded
-from keras_dist.optimizer.nested import variables_of
 from keras_dist.optimizer.reduce import reduce_gradients
-from keras_dist.optimizer.sparse import with_shape
 
 
 class RecordedStep:
@@ -59,8 +57,6 @@ class RecordedStep:
         """Run one train step, and return the logs of the model's own step."""
         logs, gradients = self._compute_gradients(data, _counts())
         [call], [own] = self._calls, gradients
-        variables = variables_of(call.optimizer, call.variables)
-        own = [with_shape(*pair) for pair in zip(own, variables, strict=True)]
         averaged = reduce_gradients(
             call.optimizer, own, call.variables, is_sum=call.is_sum
         )

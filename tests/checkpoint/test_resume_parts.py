@@ -8,12 +8,7 @@ import numpy as np
 import keras_dist
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.states import CallbackStates
-from keras_dist.optimizer.rate import (
-    effective_rate,
-    rate_progress,
-    restore_rate_progress,
-    scale_rate,
-)
+from keras_dist.optimizer import rate
 
 
 def leaf_at(updates, *rates):
@@ -23,7 +18,7 @@ def leaf_at(updates, *rates):
     leaf.build([])
     leaf.iterations.assign(updates)
     if rates:
-        scale_rate(leaf, *rates)
+        rate.scale_rate(leaf, *rates)
     return leaf
 
 
@@ -31,24 +26,24 @@ def test_schedules_and_warmup_resume_on_other_numbers_of_ranks():
     """At the steps of one process: on two ranks, then on three, then on one."""
     two = leaf_at(100, 2.0, 600, 2)
     three = leaf_at(100, 3.0, 400, 3)
-    restore_rate_progress(three, rate_progress(two), 400 / 600)
+    rate.restore_rate_progress(three, rate.rate_progress(two), 400 / 600)
     plain = keras.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.5)
     np.testing.assert_allclose(three.learning_rate, plain(200), rtol=1e-6)
     three.iterations.assign(150)  # a quarter of the rest of the warm-up
     np.testing.assert_allclose(three.learning_rate, plain(350), rtol=1e-6)
-    before = effective_rate(three) / float(plain(347))
+    before = rate.effective_rate(three) / float(plain(347))
     np.testing.assert_allclose(before, 1 + 2 * (400 / 6 + 49) / 400, rtol=1e-5)
     again = leaf_at(150, 3.0, 400, 3)
-    restore_rate_progress(again, rate_progress(three), 1)
-    assert effective_rate(again) == effective_rate(three)
+    rate.restore_rate_progress(again, rate.rate_progress(three), 1)
+    assert rate.effective_rate(again) == rate.effective_rate(three)
     # A callback compiles the model once more, with the same optimizer.
-    scale_rate(again, 3.0, 400, 3)
-    assert effective_rate(again) == effective_rate(three)
+    rate.scale_rate(again, 3.0, 400, 3)
+    assert rate.effective_rate(again) == rate.effective_rate(three)
     one = leaf_at(150)
-    restore_rate_progress(one, rate_progress(three), 0)
+    rate.restore_rate_progress(one, rate.rate_progress(three), 0)
     np.testing.assert_allclose(one.learning_rate, plain(350), rtol=1e-6)
     same = leaf_at(150)
-    restore_rate_progress(same, rate_progress(leaf_at(150)), 1)
+    rate.restore_rate_progress(same, rate.rate_progress(leaf_at(150)), 1)
     assert type(same) is keras.optimizers.SGD
 
 
