@@ -21,11 +21,10 @@ from importlib import metadata
 from pathlib import Path
 
 import report
+from start import ROOT, measure, read_measured
 
-ROOT = Path(__file__).parents[1]
 STACKS = Path(__file__).parent / "stacks"
 ENVIRONMENTS = ROOT / ".bench"
-MARK = "measured: "
 RANKS = 2
 TIMEOUT = 600  # seconds of one stack in one round
 
@@ -129,10 +128,8 @@ def run(stack: Stack, options: list[str]) -> dict[tuple[str, str], list[dict]]:
             process.kill()
     found = defaultdict(list)
     for out, _ in outputs:
-        for line in out.splitlines():
-            if MARK in line:
-                rank_line = json.loads(line.split(MARK, 1)[1])
-                found[rank_line["part"], rank_line["model"]].append(rank_line)
+        for rank_line in read_measured(out):
+            found[rank_line["part"], rank_line["model"]].append(rank_line)
     if not found or any(len(lines) != ranks for lines in found.values()):
         raise RuntimeError(f"{stack} failed.\n" + "\n".join(map("\n".join, outputs)))
     return found
@@ -199,7 +196,8 @@ def main() -> int:
             "rounds": arguments.rounds,
         }
         costs = measured_costs(arguments.rounds)
-        facts["one rank"] = step_of_one_rank()
+        one_rank = [sys.executable, str(STACKS / "one_rank.py"), "--pairs", "5"]
+        facts["one rank"] = measure(*one_rank)
         facts["minutes"] = (time.perf_counter() - begin) / 60
         measured.write_text(
             json.dumps(
@@ -241,20 +239,6 @@ def measured_costs(rounds: int) -> dict[str, dict[str, list[float]]]:
             costs["memory"][name].append(max(own["memory"] for own in ranks) / 2**20)
             costs["first step"][name].append(max(own["first_step"] for own in ranks))
     return costs
-
-
-def step_of_one_rank() -> dict[str, float]:
-    """Processor seconds that one rank adds to a step, and those of a small CNN's."""
-    script = str(Path(__file__).with_name("one_rank.py"))
-    done = subprocess.run(
-        [sys.executable, script, "--pairs", "5"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,  # it fails if the claim does not hold
-    )
-    return json.loads(done.stdout.split(MARK, 1)[1])
 
 
 if __name__ == "__main__":

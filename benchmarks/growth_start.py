@@ -7,17 +7,15 @@ Writes docs/growth.md. The ranks are real ones of this machine.
 
 import argparse
 import compileall
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from start import ROOT, keras_dist_run, measure
+
 RANK = Path(__file__).parent / "stacks" / "growth_start_rank.py"
-MARK = "measured: "
 ROUNDS = 3
 RANKS = (1, 2, 4, 8, 16)
 
@@ -56,11 +54,12 @@ def main() -> None:
     first_steps: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(ROUNDS):
         for name, launcher in starts.items():
-            first_steps[name].append(launch(launcher, name)["seconds"]["first step"])
+            seconds = start(launcher, name)["seconds"]
+            first_steps[name].append(seconds["first step"])
     plain, horovodrun_s, ours = map(statistics.median, first_steps.values())
     rows = []
     for ranks in ranks_to_try:
-        measured = launch(keras_dist_run(ranks), "keras-dist")
+        measured = start(keras_dist_run(ranks), "keras-dist")
         times = measured["seconds"]
         cells = [f"{times[n]:.1f}" for n in ("import", "connect", "first step", "fit")]
         cells += [str(measured["collectives"]), f"{measured['bytes']:,}"]
@@ -78,24 +77,9 @@ def main() -> None:
     (ROOT / "docs" / "growth.md").write_text(page)
 
 
-def keras_dist_run(ranks: int) -> list[str]:
-    """The command of our launcher."""
-    return [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
-
-
-def launch(launcher: list[str], name: str) -> dict:
-    """What the first rank has measured and counted."""
-    done = subprocess.run(
-        [*launcher, sys.executable, str(RANK), name, str(time.time())],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    for line in done.stdout.splitlines():
-        if MARK in line:
-            return json.loads(line.split(MARK, 1)[1])
-    raise RuntimeError(done.stdout + done.stderr)
+def start(launcher: list[str], name: str) -> dict:
+    """What the first rank has measured and counted, since now."""
+    return measure(*launcher, sys.executable, str(RANK), name, str(time.time()))
 
 
 if __name__ == "__main__":

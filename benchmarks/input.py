@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-MARK = "measured: "
+from start import MARK, ROOT, keras_dist_run, measure
+
 GLOBAL_BATCH = 64
 SIDE = 320
 WAYS = ("late", "early")
@@ -71,7 +71,9 @@ def main() -> None:
         for number in range(arguments.rounds):
             loads.append(os.getloadavg()[0])
             for ranks, rounds in found.items():
-                rounds.append(measure(folder, ranks))
+                launcher = keras_dist_run(ranks) if ranks > 1 else []
+                worker_command = [sys.executable, __file__, "--worker", folder]
+                rounds.append(measure(*launcher, *worker_command))
                 print(number + 1, ranks, rounds[-1], flush=True)
     page = _WORDS.format(
         files=arguments.files,
@@ -124,25 +126,6 @@ for number in range({count}):
     tf.io.write_file(f"{folder}/{{number:05}}.jpg", tf.io.encode_jpeg(picture))
 """
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def measure(folder, ranks):
-    """One launch; what its first rank has measured."""
-    worker_command = [sys.executable, __file__, "--worker", folder]
-    start = [sys.executable, "-m", "keras_dist", "run", "-np", str(ranks)]
-    command = worker_command if ranks == 1 else [*start, *worker_command]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        if MARK in line:
-            return json.loads(line.split(MARK, 1)[1])
-    raise RuntimeError(done.stdout + done.stderr)
 
 
 def worker(folder: Path) -> None:
