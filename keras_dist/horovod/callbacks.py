@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
+from keras_dist.callbacks.broadcast_variables import build_optimizers, state_variables
 from keras_dist.horovod.collectives import broadcast_variables
 from keras_dist.horovod.optimizer import (
     check_all_ranks,
@@ -84,14 +85,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        optimizer = getattr(self.model, "optimizer", None)
-        found = list(self.model.weights)
-        if optimizer is not None:
+        if (optimizer := getattr(self.model, "optimizer", None)) is not None:
             move_to_outermost(optimizer)
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            found += optimizer.variables
-        broadcast_variables({id(v): v for v in found}.values(), self.root_rank)
+        build_optimizers(self.model)
+        broadcast_variables(state_variables(self.model), self.root_rank)
 
 
 class BuiltByFirstStep:
