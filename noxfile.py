@@ -12,7 +12,6 @@ two of them. `docs/reference/versions.json` keeps what has passed.
 
 import datetime
 import json
-import re
 import runpy
 from pathlib import Path
 
@@ -107,7 +106,4 @@ def try_versions(
 
 def _minors(record: dict) -> tuple:
     names = ("tensorflow", "python", "keras")
-    return tuple(
-        tuple(int(number) for number in re.findall(r"\d+", record[name])[:2])
-        for name in names
-    )
+    return tuple(VERSION["parse_version"](record[name]) for name in names)

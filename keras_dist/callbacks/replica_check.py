@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.lines import warn
 from keras_dist.optimizer.accumulation import own_sums
 from keras_dist.optimizer.nested import optimizers_of
@@ -142,7 +143,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         return (
             "The ranks no longer hold the same model. Received: after step "
             f"{self._last_batch + 1} of epoch {self._epoch + 1}, `{paths[0]}` on "
-            f"{_name_ranks(ranks)} is not what it is on {_name_ranks(agreeing)}"
+            f"{ranks_in_words(ranks)} is not what it is on {ranks_in_words(agreeing)}"
             f"{also}. {advice}"
         )
 
@@ -168,16 +169,6 @@ def _variables(model: Any) -> list[Any]:
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())
-
-
-def _name_ranks(ranks: Any) -> str:
-    """Return ranks as words.
-
-    >>> _name_ranks([1]), _name_ranks([0, 2, 3])
-    ('rank 1', 'ranks 0, 2 and 3')
-    """
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def _name_causes(model: Any) -> str:

@@ -64,7 +64,7 @@ def fit(model, rows, *callbacks, **arguments):
 def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
     """At the next check: of a weight by a thousandth, of a slot, and to NaN."""
     last = keras_dist.size() - 1
-    others = "rank 0" if last == 1 else "ranks 0 and 1"
+    others = "rank 0" if last == 1 else "ranks 0, 1"
     if keras_dist.rank():
         make_model()  # Keras counts its layers, and names the next ones by that
     for choose, value in ((kernel, None), (slot, None), (slot, np.nan)):
