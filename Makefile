@@ -11,6 +11,9 @@ FOR_WHEELS := .venv-wheels
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
+# Some hundred processes of the tests would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup check test demo docs bench equivalence matrix wheels wheel release release-check libraries clusters hosts
 

@@ -13,10 +13,12 @@ pytestmark = needs("libraries", *LIBRARIES)
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_models_equal_one_process(ranks):
-    """All ranks train each model of `tests/ranks/library_ways/`, in one launch."""
+    """Each model of `tests/ranks/library_ways/`: on two or on three ranks, in one launch.
+
+    `LONG_TESTS=1 make libraries` trains each on both.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "tests/ranks/libraries.py"]
-    env = {"LONG_TESTS": "1"}  # else a test runs on one number of ranks alone
-    launch(command, ranks=ranks, timeout=1800, env=env, check=True)
+    launch(command, ranks=ranks, timeout=1800, check=True)
 
 
 def test_the_script_of_each_page_runs_on_two_ranks(tmp_path):

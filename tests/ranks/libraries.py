@@ -1,7 +1,8 @@
 """Models of libraries train on all ranks as on one process.
 
 Not a file that pytest finds by itself: `make libraries` names it, since it needs these
-libraries. On three ranks it runs the ways with `on_three`, with LONG_TESTS all.
+libraries. The ways with `on_three` run on three ranks, the others on two; with
+LONG_TESTS each runs on both.
 """
 
 import os
@@ -23,7 +24,7 @@ _IS_LONG = "LONG_TESTS" in os.environ
 def cases():
     """Each way, with the batch of each rank and with that of all ranks."""
     for way in WAYS:
-        is_for_three = keras_dist.size() == 3 and (way.on_three or _IS_LONG)
+        is_for_three = way.on_three or _IS_LONG
         marks = [pytest.mark.three_ranks] if is_for_three else []
         for dtype in way.dtypes:
             for is_global in (False, True):
