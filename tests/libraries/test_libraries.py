@@ -13,7 +13,7 @@ pytestmark = needs("libraries", *LIBRARIES)
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_models_equal_one_process(ranks):
-    """Each model of `tests/ranks/library_ways/`: on two or on three ranks, in one launch.
+    """Each model of `tests/ranks/library_ways/`, on two or on three ranks.
 
     `LONG_TESTS=1 make libraries` trains each on both.
     """
