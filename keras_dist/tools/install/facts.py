@@ -79,7 +79,7 @@ def detect() -> Facts:
         has_pip=importlib.util.find_spec("pip") is not None,
         has_compiler=any(map(shutil.which, compilers)),
         has_make=shutil.which("make") is not None,
-        has_open_mpi=bool(mpirun) and "Open MPI" in _output_of("mpirun", "--version"),
+        has_open_mpi=bool(mpirun) and "Open MPI" in _read_output("mpirun", "--version"),
         cuda_home=find_cuda(),
         nccl=find_nccl(),
     )
@@ -110,7 +110,7 @@ def find_cuda() -> Path | None:
     for home in [*homes, *on_path, *_SYSTEM_HOMES, _wheels() / "cu13"]:
         has_headers = (home / "include" / "cuda_runtime.h").is_file()
         nvcc = str(home / "bin" / "nvcc")
-        if has_headers and "release" in _output_of(nvcc, "--version"):
+        if has_headers and "release" in _read_output(nvcc, "--version"):
             return home
     return None
 
@@ -123,12 +123,11 @@ def _homes(*variables: str) -> list[Path]:
     return [Path(os.environ[name]) for name in variables if os.environ.get(name)]
 
 
-def _output_of(*command: str) -> str:
+def _read_output(*command: str) -> str:
     """Return the output of a command; empty if it cannot be run."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=30
-        ).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        return done.stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
