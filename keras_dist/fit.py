@@ -12,13 +12,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import keras
 
-from keras_dist import comm, mixin
-from keras_dist.callbacks.callback_order import on_this_rank
+from keras_dist import comm, mixin, private
+from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
 from keras_dist.callbacks.user_callbacks import autolog_once, runs_on_first_rank_only
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
-from keras_dist.data.arrays import find_keras_seed, is_arrays, lists_to_arrays
+from keras_dist.data.arrays import is_arrays, lists_to_arrays
 from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source
@@ -157,19 +157,17 @@ def train(
         data = sources.make_sources(given, options.shard)
         given = given | data
     draws.begin_fit(comm.broadcast(draws.get_states()))
-    seeds_of_order = _find_order_seed(model), find_keras_seed()
+    seeds_of_order = _find_order_seed(model), private.global_seed()
     seed, keras_seed = comm.broadcast(seeds_of_order)
-    with open_checkpoints(options, given["callbacks"], seed, keras_seed) as resumed:
-        spec = sources.compare(
-            {"training": data["x"], "validation": data["validation_data"]},
-            options,
-            seed=seed,
-            keras_seed=keras_seed,
-        )
-        if resumed is not None:
-            spec = resumed.place_spec(spec)
+    spec = sources.compare(
+        {"training": data["x"], "validation": data["validation_data"]},
+        options,
+        seed=seed,
+        keras_seed=keras_seed,
+    )
+    with open_checkpoints(options, spec) as resumed:
         with comm.together():
-            setup = prepare(model, given, options, spec)
+            setup = prepare(model, given, options, resumed.spec if resumed else spec)
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(data)
@@ -286,7 +284,8 @@ def evaluate(
         pieces["x"] = sources.make_source(pieces["x"], options.shard)
     feed = _make_feed("validation", pieces, given, options)
     arguments = given | feed.arguments | {"steps": feed.keras_steps}
-    arguments["callbacks"] = on_this_rank(_flat(given["callbacks"])) or None
+    callbacks = flatten_callbacks(given["callbacks"])
+    arguments["callbacks"] = on_this_rank(callbacks) or None
     if comm.rank() > 0:
         arguments["verbose"] = 0
     on_all_ranks = evaluate_on_all(model, feed)
@@ -306,7 +305,7 @@ def predict(
     x, steps = given["x"], given["steps"]
     callbacks = [
         callback
-        for callback in _flat(given["callbacks"])
+        for callback in flatten_callbacks(given["callbacks"])
         if comm.rank() == 0 or not runs_on_first_rank_only(callback)
     ]
 
@@ -552,9 +551,3 @@ class DistributedModel:
 
     def __repr__(self) -> str:
         return f"DistributedModel({self.model!r})"
-
-
-def _flat(callbacks: Callbacks) -> list[Any]:
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    return keras.tree.flatten(callbacks or [])

@@ -182,6 +182,15 @@ def is_reshuffled(dataset: Any) -> bool:
     return has_order and seeds_of(dataset) is not None
 
 
+def global_seed() -> int | None:
+    """Return the seed of `tf.random.set_seed`; `None` if none was set.
+
+    With it Keras shuffles arrays.
+    """
+    seed = tf.random.set_seed.__globals__["context"].global_seed()
+    return None if seed is None else int(seed)
+
+
 @contextlib.contextmanager
 def change_operation_seed(change: Callable[[int], int]) -> Iterator[None]:
     """Context manager that changes the seed of random operations, if one was set.

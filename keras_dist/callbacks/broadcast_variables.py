@@ -66,8 +66,12 @@ class BroadcastVariables(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if comm.size() > 1 and not session_of(self.model).has_started:
-            self._copy_unstarted()
+        has_started = comm.size() == 1 or session_of(self.model).has_started
+        if not has_started and any(comm.gather(self.model.built)):
+            # What the first rank restored, if no epoch was left to train.
+            with comm.together():
+                build_optimizers(self.model)
+            self._copy()
         uninstall(self.model)
 
     def broadcast(self) -> None:
@@ -92,13 +96,6 @@ class BroadcastVariables(keras.callbacks.Callback):
         received = comm.broadcast(states)
         for variable, value in zip(seeds, received, strict=True):
             variable.assign(_derive_rank_seed(value, comm.rank()))
-
-    def _copy_unstarted(self) -> None:
-        """Broadcast what the first rank restored, if no epoch was left to train."""
-        if any(comm.gather(self.model.built)):
-            with comm.together():
-                build_optimizers(self.model)
-            self._copy()
 
 
 def _describe_override(model: Any) -> str:

@@ -120,6 +120,13 @@ _ON_MANY_RANKS: tuple[Callable[[], Any], ...] = (
 )
 
 
+def flatten_callbacks(given: Any) -> list[Any]:
+    """List what the user passed to Keras as `callbacks`."""
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    return keras.tree.flatten(given or [])
+
+
 def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[Any]:
     """Add the callbacks that a fit needs to the user's, and put all of them in order.
 
@@ -130,9 +137,7 @@ def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[An
     Returns:
         The callbacks of all ranks; of those that are added, one of each class.
     """
-    if isinstance(given, keras.callbacks.CallbackList):
-        given = given.callbacks
-    every = keras.tree.flatten(given) if given else []
+    every = flatten_callbacks(given)
     for make in _ON_ONE_RANK if comm.size() == 1 else _ON_MANY_RANKS:
         made = make()
         if not any(isinstance(callback, type(made)) for callback in every):

@@ -7,6 +7,7 @@ import keras
 from keras_dist import comm
 from keras_dist.optimizer.rate import (
     LearningRateRule,
+    count_warmup_steps,
     rate_factor,
     scale_rate,
     unscale_rate,
@@ -49,11 +50,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if warmup_epochs < 0:
-            raise ValueError(
-                "`warmup_epochs` must not be negative. "
-                f"Received: warmup_epochs={warmup_epochs}"
-            )
+        count_warmup_steps(warmup_epochs, 0)  # a negative number is an error now
         self.warmup_epochs = warmup_epochs
         self.lr_scaling = lr_scaling
         self.steps_per_epoch = steps_per_epoch
@@ -64,14 +61,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         steps = self.steps_per_epoch or self.params.get("steps")
-        if self.warmup_epochs and not steps:
-            raise ValueError(
-                "The number of steps of an epoch is not known, so the length of the "
-                "warm-up is not known, either. Received: data of unknown length. Pass "
-                "`steps_per_epoch` to LearningRateWarmup or to fit."
-            )
+        warmup_steps = count_warmup_steps(self.warmup_epochs, steps)
         full = rate_factor(self.lr_scaling, size=comm.size())
-        warmup_steps = round(self.warmup_epochs * (steps or 0))
         scale_rate(self.model.optimizer, full, warmup_steps=warmup_steps)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

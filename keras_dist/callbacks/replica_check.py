@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.data.division import check_count
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.lines import warn
 from keras_dist.optimizer.accumulation import own_sums
@@ -62,17 +63,11 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     def __init__(self, every: int | None = 100, action: Action = "raise") -> None:
         super().__init__()
-        is_number = isinstance(every, int) and not isinstance(every, bool)
-        if every is not None and not (is_number and every > 0):
-            raise ValueError(
-                "`every` must be a number of steps of at least 1, or None to check "
-                f"at the ends of epochs only. Received: every={every!r}"
-            )
         if action not in get_args(Action):
             raise ValueError(
                 f'`action` must be "raise" or "resync". Received: action={action!r}'
             )
-        self.every = every
+        self.every = None if every is None else check_count("every", every)
         self.action = action
         self._steps = 0
         self._epoch = 0

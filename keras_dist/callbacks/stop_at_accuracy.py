@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from keras_dist import comm
+from keras_dist.data.division import check_count
 from keras_dist.lines import say
 
 
@@ -18,8 +19,8 @@ class StopAtAccuracy(keras.callbacks.Callback):
             not count.
 
     Raises:
-        ValueError: If `patience` is less than 1; or, on all ranks, if `monitor` is
-            not in the logs.
+        ValueError: If `patience` is no whole number of at least 1; or, on all ranks, if
+            `monitor` is not in the logs.
 
     Example:
 
@@ -33,12 +34,8 @@ class StopAtAccuracy(keras.callbacks.Callback):
         self, target: float, patience: int = 1, monitor: str = "val_accuracy"
     ) -> None:
         super().__init__()
-        if patience < 1:
-            raise ValueError(
-                f"`patience` must be at least 1. Received: patience={patience}"
-            )
         self.target = target
-        self.patience = patience
+        self.patience = check_count("patience", patience)
         self.monitor = monitor
         self._reached = 0
         self._was_seen = False

@@ -4,11 +4,9 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import keras
 
 from keras_dist import comm
 from keras_dist.checkpoint.files import Folder
@@ -19,12 +17,8 @@ from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same arguments."
 
-# Name of the file that the first rank writes, for the others to look for; no cache can
-# know it.
-_MARKER = ".checkpoint.{}.marker"
-
-# Seconds between the times that a rank looks for it: a network file system may show it
-# late.
+# Seconds between the times that a rank looks for what the first one has written: a
+# network file system may show it late.
 _WAITS = (0, 0.1, 0.2, 0.5, 1)
 
 
@@ -73,60 +67,35 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resume:
-    """The folder and interval of checkpoints, and the checkpoint to resume from.
+    """The folder of checkpoints, and the checkpoint to resume from.
 
     Args:
         folder: The folder of the checkpoints, which the first rank reads and writes.
-        save_steps: Save after this many steps; `None` for not.
-        save_seconds: Save after this many seconds; `None` for not.
-        seed: Seed of the order of the rows.
-        keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
+        options: Options of the fit.
+        spec: How data is divided, with the seeds and the position to resume from.
         saved: The checkpoint to resume from; `None` for a new training.
     """
 
     folder: Folder
-    save_steps: int | None
-    save_seconds: float | None
-    seed: int
-    keras_seed: int | None
+    options: Options
+    spec: ShardSpec
     saved: Saved | None
-
-    @property
-    def position(self) -> DataPosition | None:
-        """Epoch and row to resume from; `None` for a new training."""
-        return self.saved.position if self.saved is not None else None
-
-    def place_spec(self, spec: ShardSpec) -> ShardSpec:
-        """Return `spec` with the seed and position to resume from."""
-        return replace(
-            spec,
-            seed=self.seed,
-            keras_seed=self.keras_seed,
-            facts_before=None if self.saved is None else self.saved.data,
-            keeps_position=True,
-            position=self.position,
-        )
 
 
 @contextlib.contextmanager
-def open_checkpoints(
-    options: Options, callbacks: Any, seed: int, keras_seed: int | None
-) -> Iterator[Resume | None]:
+def open_checkpoints(options: Options, spec: ShardSpec) -> Iterator[Resume | None]:
     """Context manager that reads the newest checkpoint, and locks the folder.
 
     Args:
         options: Options of the fit.
-        callbacks: The user's callbacks.
-        seed: Seed of the order of the rows in a new training.
-        keras_seed: The seed with which Keras shuffles arrays in it; `None` if it draws
-            one.
+        spec: How data is divided among the ranks in a new training.
 
     Yields:
         `None` if the option `resume` is not given.
 
     Raises:
-        ValueError: On all ranks, if an argument is invalid or differs between the
-            ranks, or if all checkpoints are damaged.
+        ValueError: On all ranks, if an argument differs between the ranks, or if all
+            checkpoints are damaged.
         RuntimeError: On all ranks, if the folder cannot be written to, if another
             training does so, or if a rank does not see what the first one writes.
     """
@@ -138,19 +107,15 @@ def open_checkpoints(
         return
     path = os.path.abspath(os.path.expanduser(os.fspath(options.resume)))
     folder = Folder(path)
-    with comm.together():
-        _check(options, callbacks)
     with contextlib.ExitStack() as stack:
         with on_first_rank(path) as is_first:
             if is_first:
                 stack.enter_context(folder.lock())
         _check_shared(path)
-        yield _read(options, folder, seed, keras_seed)
+        yield _read(options, folder, spec)
 
 
-def _read(
-    options: Options, folder: Folder, seed: int, keras_seed: int | None
-) -> Resume:
+def _read(options: Options, folder: Folder, spec: ShardSpec) -> Resume:
     tree: Any = None
     damaged: list[str] = []
     with on_first_rank(folder.path) as is_first:
@@ -161,10 +126,16 @@ def _read(
     # Without the weights, which are broadcast when the model is built.
     small = comm.broadcast(None if tree is None else {**tree, "arrays": []})
     saved = None if small is None else Saved.from_tree(small if tree is None else tree)
+    spec = replace(spec, keeps_position=True)
     if saved is not None:
-        seed, keras_seed = saved.seed, saved.keras_seed
-    steps, seconds = options.save_steps, options.save_seconds
-    return Resume(folder, steps, seconds, seed, keras_seed, saved)
+        spec = replace(
+            spec,
+            seed=saved.seed,
+            keras_seed=saved.keras_seed,
+            position=saved.position,
+            facts_before=saved.data,
+        )
+    return Resume(folder, options, spec, saved)
 
 
 @contextlib.contextmanager
@@ -196,7 +167,7 @@ def _check_shared(path: str) -> None:
 
     The ranks of the next start may be on other hosts: any of them may be the first one.
     """
-    name = comm.broadcast(_MARKER.format(uuid.uuid4().hex))
+    name = comm.broadcast(f".checkpoint.{uuid.uuid4().hex}.marker")  # in no cache
     marker = os.path.join(path, name)
     with on_first_rank(path) as is_first:
         if is_first:
@@ -223,7 +194,7 @@ def _write_marker(path: str) -> None:
             file.write(os.urandom(4096))  # as a small checkpoint
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException:  # before any rank goes on
         with contextlib.suppress(OSError):
             os.remove(path)
         raise
@@ -237,23 +208,3 @@ def _sees(path: str) -> bool:
         if os.path.exists(path):
             return True
     return False
-
-
-def _check(options: Options, callbacks: Any) -> None:
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    flat: Sequence[Any] = keras.tree.flatten(callbacks or [])
-    if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in flat):
-        raise ValueError(
-            "`resume` and BackupAndRestore would both restore the model. Received: "
-            f"resume={os.fspath(options.resume or '')!r} and a BackupAndRestore in "
-            "`callbacks`. Leave the callback out."
-        )
-    steps, seconds = options.save_steps, options.save_seconds
-    is_whole = steps is None or (isinstance(steps, int) and steps > 0)
-    if not is_whole or not (seconds is None or seconds > 0):
-        raise ValueError(
-            "`save_steps` must be an integer of at least 1, `save_seconds` a number "
-            "above 0, and each may be None. Received: "
-            f"save_steps={steps!r}, save_seconds={seconds!r}"
-        )

@@ -116,7 +116,7 @@ class Saver(keras.callbacks.Callback):
         self._states = CallbackStates(callbacks)
         # Only data with a position to continue from is saved in the middle of an epoch.
         self._saves_within_epochs = setup.training.division is not None
-        seconds = resume.save_seconds if self._saves_within_epochs else None
+        seconds = resume.options.save_seconds if self._saves_within_epochs else None
         self._requests = SaveRequests(seconds)
         self._thread = futures.ThreadPoolExecutor(1)
         self._write: futures.Future[str] | None = None
@@ -153,10 +153,13 @@ class Saver(keras.callbacks.Callback):
         saved = self._resume.saved
         self._requests.begin()
         with comm.together():
-            self._states.begin(self._callback_states())
+            # This rank's own state of a callback, else the first rank's.
+            self._states.begin(
+                saved.callbacks | self._own(saved)["callbacks"] if saved else {}
+            )
         if saved is None:
             return
-        if not self._is_within_epoch():
+        if not saved.position.step:
             states.restore_random(self._own(saved)["random"])
         if saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()
@@ -177,14 +180,15 @@ class Saver(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         before, self._done = self._done, batch + 1
-        if self._is_last_step():
+        division = self._feed.division
+        if division and self._done >= division.count_steps(self._epoch):
             return  # the end of the epoch saves
         saves, ends = self._requests.agree(self.model)
         if ends:
             if self._saves_within_epochs:
                 self._save(self._position(self._done))
             self._exit()
-        every = self._resume.save_steps
+        every = self._resume.options.save_steps
         is_due = every is not None and self._done // every > before // every
         if self._saves_within_epochs and (is_due or saves):
             self._save(self._position(self._done))
@@ -204,13 +208,6 @@ class Saver(keras.callbacks.Callback):
             return DataPosition(epoch + 1, 0, 0)
         return division.position(epoch, done or division.count_steps(epoch))
 
-    def _is_last_step(self) -> bool:
-        """Return True if the epoch has no more steps, where their number is known."""
-        division = self._feed.division
-        return division is not None and (
-            self._done >= division.count_steps(self._epoch)
-        )
-
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let the first one write a checkpoint."""
         with comm.together():
@@ -223,8 +220,8 @@ class Saver(keras.callbacks.Callback):
         division = self._feed.division
         saved = Saved(
             position=position,
-            seed=self._resume.seed,
-            keras_seed=self._resume.keras_seed,
+            seed=self._resume.spec.seed,
+            keras_seed=self._resume.spec.keras_seed,
             data={} if division is None else division.facts(),
             is_finished=is_finished,
             rates=states.read_rates(self.model),
@@ -248,38 +245,23 @@ class Saver(keras.callbacks.Callback):
         self._requests.is_leaving = True
         raise SavedExit(EXIT_CODE)
 
-    def _is_within_epoch(self) -> bool:
-        """Return True if the training is resumed in the middle of an epoch."""
-        position, division = self._resume.position, self._feed.division
-        if position is None or division is None:
-            return False
-        return position.step > 0 and position.epoch == division.epoch
-
     def _own(self, saved: Saved) -> Any:
         """Return this rank's saved state; on another size the first rank's."""
         is_same_size = len(saved.ranks) == comm.size()
         return saved.ranks[comm.rank() if is_same_size else 0]
 
-    def _callback_states(self) -> dict[str, Any]:
-        """Saved states of the callbacks: this rank's own, else the first rank's."""
-        saved = self._resume.saved
-        return saved.callbacks | self._own(saved)["callbacks"] if saved else {}
-
     def _restore_shared(self) -> None:
         """Restore what is broadcast after it; an error is raised on all ranks."""
+        saved = self._resume.saved
         with on_first_rank(self._resume.folder.path) as is_first:
-            if is_first and self._resume.saved is not None:
-                self._restore_first(self._resume.saved)
-
-    def _restore_first(self, saved: Saved) -> None:
-        states.check_fits(self.model, saved.model)
-        statistics = self._states.find(saved.callbacks, AverageStatistics)
-        starts = [] if statistics is None else statistics["before"]
-        is_same_size = len(saved.ranks) == comm.size()
-        states.restore_first(
-            self.model, saved.arrays, saved.ranks, None if is_same_size else starts
-        )
-        saved.arrays.clear()
+            if is_first and saved is not None:
+                states.check_fits(self.model, saved.model)
+                statistics = self._states.find(saved.callbacks, AverageStatistics)
+                starts: Any = [] if statistics is None else statistics["before"]
+                if len(saved.ranks) == comm.size():
+                    starts = None
+                states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+                saved.arrays.clear()
 
     def _restore_own(self) -> None:
         """Restore the state of this rank that differs from the first rank's."""
@@ -288,7 +270,7 @@ class Saver(keras.callbacks.Callback):
             return
         if len(saved.ranks) == comm.size():
             states.restore_rank(self.model, saved.ranks[comm.rank()])
-        if self._is_within_epoch():
+        if saved.position.step:
             with comm.together():
                 states.restore_metrics(self.model, saved.ranks)
             states.restore_random(self._own(saved)["random"])
@@ -343,8 +325,8 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         return
     arguments, saved = dict(setup.arguments), resume.saved
     if saved is not None:
-        arguments["initial_epoch"] = _first_epoch(resume, setup)
-        _print_position(resume, setup)
+        arguments["initial_epoch"] = _first_epoch(saved, setup)
+        _print_position(resume.folder.path, saved.position, setup)
         for callback in setup.callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
@@ -359,10 +341,8 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
         saver.close()
 
 
-def _first_epoch(resume: Resume, setup: FitSetup) -> int:
+def _first_epoch(saved: Saved, setup: FitSetup) -> int:
     """Epoch in which to resume; `epochs` if the training had finished."""
-    saved = resume.saved
-    assert saved is not None
     if saved.is_finished:
         return int(setup.arguments["epochs"])
     division, epoch = setup.training.division, saved.position.epoch
@@ -381,11 +361,11 @@ def _first_epoch(resume: Resume, setup: FitSetup) -> int:
     return epoch if division is None else division.epoch
 
 
-def _print_position(resume: Resume, setup: FitSetup) -> None:
+def _print_position(path: str, position: DataPosition, setup: FitSetup) -> None:
     """Print on the first rank where the training is resumed."""
-    position, division = resume.position, setup.training.division
-    if comm.rank() == 0 and setup.arguments["verbose"] != 0 and position is not None:
+    division = setup.training.division
+    if comm.rank() == 0 and setup.arguments["verbose"] != 0:
         rows = ""
         if position.step and division is not None:
             rows = f", after {division.begin:,} of {division.total:,} {division.unit}"
-        say(f"resumed in epoch {position.epoch + 1}{rows}, from {resume.folder.path}")
+        say(f"resumed in epoch {position.epoch + 1}{rows}, from {path}")

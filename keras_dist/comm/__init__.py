@@ -4,7 +4,7 @@
 - `devices`: choose the GPU of this rank, or its CPU threads and cores
 - `runtime`: `init`; state of this process: its device, and its link to the other ranks
 - `rendezvous`: the ranks meet at the address of the first one
-- `transport`: the only file that imports Horovod; one thin function per collective
+- `transport`: the only file that imports Horovod, and calls its collectives
 - `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
   too, also in float16 or bfloat16

@@ -126,7 +126,8 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
         dtype, name = own.dtype, name_of("broadcast")
         is_plain = dtype in _BROADCAST
         wire = own if is_plain else tf.bitcast(own, _WORDS[dtype.real_dtype.size])
-        wire = transport.broadcast(link, _hide(wire), root_rank=root_rank, name=name)
+        wire = _hide(wire)
+        wire = transport.run("broadcast", link, wire, name, root_rank=root_rank)
         return wire if is_plain else tf.bitcast(wire, dtype)
     message = sign(value if world.rank == root_rank else None)
     return verify(_gather_bytes(message, _allgather_bytes)[root_rank])
@@ -261,12 +262,12 @@ def sum_compressed(flat: Any, largest: Any, *, kind: str, name: str) -> Any:
     chunk_length = -(-length // world.size)
     padded = tf.pad(flat, [[0, chunk_length * world.size - length]])
     words = _encode(tf.reshape(padded, [world.size, chunk_length]), shift, kind)
-    received = transport.alltoall(link, words, name=f"{name}.pieces")
+    received = transport.run("alltoall", link, words, f"{name}.pieces")
     chunks = tf.unstack(_decode(received, shift, kind), world.size)
     # The sum of the largest numbers of all ranks fits, too.
     shift -= math.ceil(math.log2(world.size))
     words = _encode(tf.add_n(chunks)[tf.newaxis], shift, kind)
-    sums = transport.allgather(link, words, name=f"{name}.sums")
+    sums = transport.run("allgather", link, words, f"{name}.sums")
     return tf.reshape(_decode(sums, shift, kind), [-1])[:length]
 
 
@@ -291,7 +292,7 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
         return tensor
     # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
     wire = _hide(tensor) if tensor.dtype == tf.int32 else sendable(tensor)
-    result = transport.allgather(link, wire, name=name)
+    result = transport.run("allgather", link, wire, name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -398,7 +399,7 @@ def _gather_bytes(message: bytes, run: Callable[[Any], Any]) -> list[bytes]:
 
 def _allgather_bytes(own: Any, name: str = "keras_dist.gather") -> Any:
     link, _ = runtime.connection()
-    return own if link is None else transport.allgather(link, own, name=name)
+    return own if link is None else transport.run("allgather", link, own, name)
 
 
 def _num_bytes(variable: Any) -> int:

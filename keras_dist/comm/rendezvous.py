@@ -43,16 +43,6 @@ def meet(place: Place) -> None:
     # By the launcher's name of the host: some ranks may know an address of it alone.
     job = f"{place.launcher} {place.address}:{place.port}"
     secret = os.environ.get(SECRET) or derive_secret(job, "without a secret")
-    try:
-        os.environ.update(_meet(place, secret))
-    except (OSError, ValueError) as error:
-        raise RuntimeError(
-            f"Rank {place.rank} of {place.size}, started by {place.launcher}, does not "
-            f"meet the others. {error}"
-        ) from error
-
-
-def _meet(place: Place, secret: str) -> dict[str, str]:
     if place.launcher == Slurm.name:
         place = replace(place, address=_resolve_node(place.address))
     name = socket.gethostname()
@@ -62,9 +52,15 @@ def _meet(place: Place, secret: str) -> dict[str, str]:
     def number(ranks: Sequence[Any]) -> dict[str, Any]:
         return {"slots": make_slots(ranks)}
 
-    with Meeting(place, secret, kind="rank", name=name, timeout=_TIMEOUT) as ranks:
-        found = ranks.join([name, place.local_rank, place.local_size], number)
-    return {**ranks.rank_variables(), **found["slots"][place.rank]}
+    try:
+        with Meeting(place, secret, kind="rank", name=name, timeout=_TIMEOUT) as ranks:
+            found = ranks.join([name, place.local_rank, place.local_size], number)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(
+            f"Rank {place.rank} of {place.size}, started by {place.launcher}, does not "
+            f"meet the others. {error}"
+        ) from error
+    os.environ.update({**ranks.rank_variables(), **found["slots"][place.rank]})
 
 
 def _resolve_node(node: str) -> str:

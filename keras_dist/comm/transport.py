@@ -1,4 +1,4 @@
-"""The only file that calls Horovod's collectives: start it, a function for each."""
+"""The only file that starts Horovod, and calls its collectives."""
 
 import atexit
 import contextlib
@@ -198,18 +198,3 @@ def allreduce(link: ModuleType, tensor: Any, *, name: str) -> Any:
         name: Name of the collective, the same on all ranks.
     """
     return run("allreduce", link, tensor, name, op=link.Sum)
-
-
-def allgather(link: ModuleType, tensor: Any, *, name: str) -> Any:
-    """Concatenate the tensors of all ranks along their first axis, in rank order."""
-    return run("allgather", link, tensor, name)
-
-
-def alltoall(link: ModuleType, tensor: Any, *, name: str) -> Any:
-    """Send row r of `tensor` to rank r; return the rows received, in rank order."""
-    return run("alltoall", link, tensor, name)
-
-
-def broadcast(link: ModuleType, tensor: Any, *, root_rank: int, name: str) -> Any:
-    """Return the tensor of `root_rank` on every rank."""
-    return run("broadcast", link, tensor, name, root_rank=root_rank)

@@ -24,7 +24,6 @@ from keras_dist.data.division import (
     ShardSpec,
     check_count,
     check_shared_batch,
-    local_items,
     no_data,
     scale_steps,
 )
@@ -89,9 +88,8 @@ def training_feed(
         rule=f"steps scaled: {steps_rule}" if steps_per_epoch else "",
     )
     if is_arrays((x, y, sample_weight)):
-        return _feed_arrays(
-            Arrays.of(x, y, sample_weight), {"x": x} | given, rows, spec
-        )
+        arrays = Arrays(x, y, sample_weight)
+        return _feed_arrays(arrays, {"x": x} | given, rows, spec)
     return _feed_batches(x if isinstance(x, Source) else Source(x), given, rows, spec)
 
 
@@ -106,13 +104,13 @@ def _feed_arrays(
     _check_rows(arrays, batch_size, spec)
     rows = replace(rows, batch_size=batch_size, total=total)
     facts: dict[str, Any] = {
-        "the shapes of the rows": arrays.row_shapes(),
+        "the shapes of the rows": [shape[1:] for shape in arrays.shapes],
         "`class_weight`": given["class_weight"],
     }
     if spec.shard == "none" or (spec.size == 1 and not spec.keeps_position):
         local_batch = batch_size
         if spec.is_global:
-            local_batch = len(range(batch_size)[local_items(spec.rank, spec.size)])
+            local_batch = len(range(spec.rank, batch_size, spec.size))
         steps_per_pass = -(-total // local_batch)
         rows = replace(
             rows,
@@ -124,7 +122,6 @@ def _feed_arrays(
         facts["the steps of an epoch"] = steps
         return Feed(
             data=given["x"],
-            length=rows.steps,
             plan=rows,
             arguments=given | {"batch_size": local_batch},
             source=arrays,
@@ -157,7 +154,6 @@ def _feed_arrays(
     )
     return Feed(
         data=dataset,
-        length=division.steps,
         plan=replace(
             rows,
             kind="arrays, sharded by row, " + ("shuffled" if shuffle else "in order"),
@@ -211,7 +207,6 @@ def _feed_batches(
             batch_size *= spec.size
         before = -(-length // batch_size) if length and batch_size else None
     division = feed.division
-    is_known = feed.length is not None or spec.size == 1
     return replace(
         feed,
         arguments=arguments,
@@ -225,7 +220,7 @@ def _feed_batches(
         ),
         source=source,
         class_weight=None if is_plain else given["class_weight"],
-        is_exact=is_known and not (division is not None and division.is_within_epoch),
+        is_exact=feed.reader is None and not (division and division.is_within_epoch),
         facts={
             "the batches of a pass over its data": _count_dealt(source, spec)
             or finite_or_none(feed.length),
@@ -274,7 +269,7 @@ def validation_feed(
             own_steps = -(-limit // spec.size)
         feed = adapt_batches(source, spec, is_training=False, limit=limit)
         # With `steps`, a rank that has fewer rows left makes fewer of them.
-        is_exact = feed.length is not None and source.presharded is None
+        is_exact = feed.reader is None and source.presharded is None
         rows = replace(
             rows,
             kind=describe_sharding(source, spec, is_training=False),
@@ -287,7 +282,7 @@ def validation_feed(
             plan=rows,
             source=source,
             keras_steps=None if limit is not None else own_steps and rows.steps,
-            is_exact=is_exact or spec.size == 1,
+            is_exact=is_exact,
             facts={"the validation batches of a pass": _count_dealt(source, spec)},
         )
     if spec.size == 1 or spec.shard == "none":
@@ -297,14 +292,8 @@ def validation_feed(
             total=keras.tree.flatten(x)[0].shape[0] if spec.size == 1 else None,
             steps=own_steps,
         )
-        return Feed(
-            data=x,
-            length=own_steps,
-            plan=rows,
-            arguments=pieces,
-            keras_steps=own_steps,
-        )
-    arrays = Arrays.of(x, y, sample_weight)
+        return Feed(data=x, plan=rows, arguments=pieces, keras_steps=own_steps)
+    arrays = Arrays(x, y, sample_weight)
     if arrays.num_rows == 0:
         raise no_data("arrays without rows")
     # As in Keras.
@@ -314,13 +303,11 @@ def validation_feed(
     total = min(in_pass, (own_steps or in_pass) * spec.batches_per_step)
     has_rows = spec.rank < total
     dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
-    data = arrays.in_batches(
-        batch_size, lambda rows: dealer.deal(rows.take(total), is_marked=False)
-    )
-    length = dealer.num_steps(total)
+    indices = tf.data.Dataset.range(arrays.num_rows).batch(batch_size).take(total)
+    data = arrays.read(dealer.deal(indices, is_marked=False))
+    data = data.prefetch(tf.data.AUTOTUNE)
     return Feed(
         data=data,
-        length=length,
         plan=replace(
             rows,
             kind="arrays, sharded by batch",
@@ -328,7 +315,7 @@ def validation_feed(
             total=arrays.num_rows,
             is_global=spec.is_global,
             steps_before=steps or in_pass,
-            steps=length,
+            steps=dealer.num_steps(total),
         ),
         arguments=dict.fromkeys(pieces) | {"x": data},
         source=arrays,
@@ -356,7 +343,7 @@ def hold_out(
             "`validation_split` needs arrays. "
             f"Received: x of type {type(x).__name__}. Pass `validation_data` instead."
         )
-    arrays = Arrays.of(x, y, sample_weight)
+    arrays = Arrays(x, y, sample_weight)
     split_at = int(arrays.num_rows * (1.0 - validation_split))
     if not 0 < split_at < arrays.num_rows:
         raise ValueError(
@@ -433,7 +420,21 @@ def adapt_batches(
         # comes in the next one.
         dealer = replace(dealer, rank=0)
     if source.kind == "sequence":
-        feed = _adapt_sequence(source, spec, dealer, shuffle, keeps_position, limit)
+        own = ShardedSequence(
+            source.data,
+            dealer,
+            spec,
+            limit=limit,
+            shuffle=shuffle,
+            keeps_position=keeps_position,
+        )
+        feed = Feed(
+            data=own,
+            length=math.inf if own.num_batches is None else own.num_batches,
+            epoch=own,
+            division=own.division,
+            is_marked=own.is_marked,
+        )
     elif source.kind == "dataset" and source.length is not None:
         feed = _adapt_dataset(source, spec, dealer, keeps_position, limit)
     else:
@@ -473,38 +474,12 @@ def _check_batches(source: Source, dealer: Dealer, limit: int | None) -> bool:
     return dealer.is_training or min(count, limit or count) > dealer.rank
 
 
-def _adapt_sequence(
-    source: Source,
-    spec: ShardSpec,
-    dealer: Dealer,
-    shuffle: bool,
-    keeps_position: bool,
-    limit: int | None,
-) -> Feed:
-    own = ShardedSequence(
-        source.data,
-        dealer,
-        limit=limit,
-        seed=spec.seed if shuffle else None,
-        gather=spec.gather if dealer.is_training else None,
-        spec=spec if keeps_position else None,
-    )
-    length = own.num_batches
-    return Feed(
-        data=own,
-        length=math.inf if length is None else length,
-        epoch=own,
-        division=own.division,
-        is_marked=own.is_marked,
-    )
-
-
 def _adapt_stream(
     source: Source, spec: ShardSpec, dealer: Dealer, limit: int | None = None
 ) -> Feed:
     reader = StreamReader(source, spec, dealer, limit=limit)
     data = reader.dataset()
-    return Feed(data=data, length=None, reader=reader, is_marked=reader.is_marked)
+    return Feed(data=data, reader=reader, is_marked=reader.is_marked)
 
 
 def _adapt_dataset(

@@ -1,7 +1,6 @@
 """Arrays, sharded by row: the order of the rows, and a data set of one rank's rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -9,19 +8,19 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.dealer import add_mark
-from keras_dist.data.division import Division, local_items
+from keras_dist.data.division import Division
 from keras_dist.data.pipeline import as_untuned, with_length
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
 
 
-@dataclass(frozen=True)
 class Arrays:
     """Inputs, targets and sample weights of the same rows, as Keras takes them.
 
     Args:
-        x: Array-like of shape `(rows, …)`, or a list, tuple or dict of them.
+        x: Array-like of shape `(rows, …)`, of pandas, NumPy, SciPy or TensorFlow, or a
+            list, tuple or dict of them.
         y: The same for the targets, or `None`.
         sample_weight: The same for the weights, or `None`.
 
@@ -29,40 +28,23 @@ class Arrays:
         ValueError: If the numbers of rows differ.
     """
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
-
-    def __post_init__(self) -> None:
-        lengths = {leaf.shape[0] for leaf in self._leaves()}
-        if len(lengths) != 1:
-            shapes = [tuple(leaf.shape) for leaf in self._leaves()]
-            raise ValueError(
-                "All arrays must have the same number of rows. "
-                f"Received: arrays of the shapes {shapes}"
-            )
-
-    @classmethod
-    def of(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Arrays":
-        """Make `Arrays` of pandas, NumPy, SciPy and TensorFlow values."""
-
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         def convert(leaf: Any) -> Any:
             if is_scipy_sparse(leaf):
                 return leaf.tocsr()  # of which rows can be sliced
             is_usable = tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
             return leaf if leaf is None or is_usable else np.asarray(leaf)
 
-        pieces = (x, y, sample_weight)
-        return cls(*(keras.tree.map_structure(convert, piece) for piece in pieces))
-
-    @property
-    def num_rows(self) -> int:
-        """Length of the first axis."""
-        return int(self._leaves()[0].shape[0])
-
-    def row_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of one row of each array."""
-        return [tuple(leaf.shape)[1:] for leaf in self._leaves()]
+        pieces = keras.tree.map_structure(convert, (x, y, sample_weight))
+        self.x, self.y, self.sample_weight = pieces
+        leaves = keras.tree.flatten(pieces)
+        self.shapes = [tuple(leaf.shape) for leaf in leaves if leaf is not None]
+        if len({shape[0] for shape in self.shapes}) != 1:
+            raise ValueError(
+                "All arrays must have the same number of rows. "
+                f"Received: arrays of the shapes {self.shapes}"
+            )
+        self.num_rows = int(self.shapes[0][0])
 
     def pack(self) -> Any:
         """Return what a step is given: `x`, `(x, y)` or `(x, y, sample_weight)`.
@@ -77,21 +59,26 @@ class Arrays:
             weight = keras.tree.map_structure(lambda _: self.sample_weight, self.y)
         return keras.utils.pack_x_y_sample_weight(self.x, self.y, weight)
 
-    def in_batches(
-        self, batch_size: int, select: Callable[[tf.data.Dataset], tf.data.Dataset]
-    ) -> tf.data.Dataset:
-        """Read rows in order, batch by batch, also of arrays larger than memory.
+    def read(self, indices: tf.data.Dataset) -> tf.data.Dataset:
+        """Read the rows of each batch of their indices, which may come with a mark.
 
-        `select` takes some of the batches of row indices, before they are read.
+        Arrays in memory are converted to tensors once. Memory-mapped files stay on
+        disk, and only the requested rows are read. Rows come in the dtypes that Keras
+        would use.
         """
-        rows = select(tf.data.Dataset.range(self.num_rows).batch(batch_size))
-        read = _make_reader(self.pack())
-        data = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
-        return data.prefetch(tf.data.AUTOTUNE)
+        readers = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else _make_leaf_reader(leaf),
+            keras.tree.lists_to_tuples(self.pack()),
+        )
 
-    def _leaves(self) -> list[Any]:
-        leaves = keras.tree.flatten((self.x, self.y, self.sample_weight))
-        return [leaf for leaf in leaves if leaf is not None]
+        @tf.autograph.experimental.do_not_convert
+        def read(rows: tf.Tensor, *mark: tf.Tensor) -> Any:
+            batch = keras.tree.map_structure(
+                lambda reader: None if reader is None else reader(rows), readers
+            )
+            return (batch, *mark) if mark else batch
+
+        return indices.map(read, tf.data.AUTOTUNE, deterministic=True)
 
 
 def is_arrays(data: Any) -> bool:
@@ -110,23 +97,6 @@ def is_arrays(data: Any) -> bool:
 def is_scipy_sparse(leaf: Any) -> bool:
     """Return True if `leaf` is a sparse matrix or array of SciPy."""
     return type(leaf).__module__.startswith("scipy.sparse") and hasattr(leaf, "tocsr")
-
-
-def find_keras_seed() -> int | None:
-    """Return the seed with which Keras shuffles arrays; `None` if it draws one.
-
-    It is that of TensorFlow (`tf.random.set_seed`, `keras.utils.set_random_seed`).
-    Nothing is drawn for it.
-    """
-    found = []
-
-    @tf.autograph.experimental.do_not_convert
-    def look(item: tf.Tensor) -> tf.Tensor:
-        found.append(tf.compat.v1.get_default_graph().seed)
-        return item
-
-    tf.data.Dataset.range(1).map(look)
-    return None if found[0] is None else int(found[0])
 
 
 def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
@@ -237,7 +207,7 @@ def read_rows(
         number, begin, end = division.span(step)
         rows = tf.cond(tf.equal(number, last), lambda: rows, lambda: order_rows(number))
         global_batch = rows[begin:end]
-        own = global_batch[local_items(rank, division.size)]
+        own = global_batch[rank :: division.size]
         has_rows = tf.size(own) > 0
         own = tf.cond(has_rows, lambda: own, lambda: global_batch[:1])
         return (number, rows), add_mark(own, has_rows) if is_marked else own
@@ -252,34 +222,9 @@ def read_rows(
 
     # The variable is read inside `flat_map`, when an iterator is made.
     rows = tf.data.Dataset.range(1).flat_map(epoch_rows)
-    read = _make_reader(arrays.pack())
-    dataset = rows.map(read, tf.data.AUTOTUNE, deterministic=True)
     is_shorter = division.is_within_epoch
-    dataset = with_length(dataset, division.steps, may_be_shorter=is_shorter)
+    dataset = with_length(arrays.read(rows), division.steps, may_be_shorter=is_shorter)
     return dataset.prefetch(tf.data.AUTOTUNE)
-
-
-def _make_reader(arrays: Any) -> Callable[..., Any]:
-    """Make a function of row indices that returns these rows of all arrays.
-
-    Its result has the mark of the indices, if they come with one.
-
-    Arrays in memory are converted to tensors once. Memory-mapped files stay on disk,
-    and only the requested rows are read. Rows come in the dtypes that Keras would use.
-    """
-    readers = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _make_leaf_reader(leaf),
-        keras.tree.lists_to_tuples(arrays),
-    )
-
-    @tf.autograph.experimental.do_not_convert
-    def read(rows: tf.Tensor, *mark: tf.Tensor) -> Any:
-        batch = keras.tree.map_structure(
-            lambda reader: None if reader is None else reader(rows), readers
-        )
-        return (batch, *mark) if mark else batch
-
-    return read
 
 
 def _make_leaf_reader(leaf: Any) -> Callable[[tf.Tensor], Any]:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -158,14 +157,6 @@ def is_mark(leaf: Any) -> bool:
     """Return True if a tensor beside a batch of a data set may be its mark."""
     is_tensor = tf.is_tensor(leaf) and leaf.dtype == tf.int32
     return is_tensor and leaf.shape.as_list() == [1]
-
-
-def num_rows(batch: Any) -> int:
-    """Count the rows in a batch: the length of the first axis of its first array."""
-    for leaf in keras.tree.flatten(batch):
-        if leaf is not None and len(leaf.shape):
-            return int(leaf.shape[0])
-    return 0
 
 
 def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:

@@ -129,15 +129,6 @@ def check_shared_batch(rows: int, size: int, received: str) -> None:
         )
 
 
-def local_items(rank: int, size: int) -> slice:
-    """Select the items of one rank: every `size`-th, starting at `rank`.
-
-    >>> [list(range(7))[local_items(r, 3)] for r in range(3)]
-    [[0, 3, 6], [1, 4], [2, 5]]
-    """
-    return slice(rank, None, size)
-
-
 @dataclass(frozen=True)
 class Division:
     """The items that all ranks read at each step of a training, new or resumed.

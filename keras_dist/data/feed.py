@@ -27,7 +27,7 @@ class Feed:
 
     Args:
         data: The batches, in a type that Keras takes.
-        length: Number of batches in a pass, `math.inf`, or `None` if unknown.
+        length: Batches in a pass of data in batches, `math.inf`, or `None` if unknown.
         plan: The plan's lines about its rows and steps.
         arguments: Keyword arguments for `Model.fit` or `Model.evaluate`.
         source: The user's data, to be kept until a pass over it was read; `None` if
@@ -50,7 +50,7 @@ class Feed:
     """
 
     data: Any
-    length: float | None
+    length: float | None = None
     plan: Rows = Rows("")
     arguments: dict[str, Any] = field(default_factory=dict)
     source: Arrays | Source | None = None

@@ -67,19 +67,6 @@ def as_untuned(dataset: Any) -> Any:
     return dataset.with_options(options)
 
 
-def untuned_pass(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Begin a pass that is not tuned, and reads ahead as a tuned one does.
-
-    TensorFlow adds a `prefetch` only where it tunes. Options of the user's that turn
-    tuning on or off remain.
-
-    >>> [int(number) for number in untuned_pass(tf.data.Dataset.range(3))]
-    [0, 1, 2]
-    """
-    untuned = as_untuned(dataset)
-    return iter(dataset if untuned is dataset else untuned.prefetch(2))
-
-
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:
     """Return True if a data set, or one that it was made of, is cached in memory."""
     files = (tf.get_static_value(private.cache_file(node)) for node in nodes(dataset))

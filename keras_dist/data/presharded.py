@@ -28,15 +28,11 @@ class Presharded:
 
     Args:
         batch_size: Rows of one rank's batch; `None` if unknown.
-        rank: The rank that has these rows.
-        size: Number of ranks.
         source: The data set before it was divided, the same on all ranks.
         batch: For whose batches it was divided, as in `dist_fit`.
     """
 
     batch_size: int | None
-    rank: int
-    size: int
     source: tf.data.Dataset
     batch: str = "rank"
 
@@ -47,7 +43,7 @@ class Presharded:
 
     def facts(self) -> tuple[object, ...]:
         """Return what has to be equal on all ranks."""
-        return self.batch_size, self.size, self.batch, self.length
+        return self.batch_size, self.batch, self.length
 
 
 # How each data set was divided that `divide_rows` has returned.
@@ -55,16 +51,15 @@ _KNOWN: "weakref.WeakKeyDictionary[tf.data.Dataset, Presharded]"
 _KNOWN = weakref.WeakKeyDictionary()
 
 
-def divide_rows(presharded: Presharded) -> tf.data.Dataset:
+def divide_rows(presharded: Presharded, rank: int, size: int) -> tf.data.Dataset:
     """Return the rows of one rank, which `find_presharded` recognizes after a `map`.
 
     >>> rows = tf.data.Dataset.range(7)
-    >>> own = [divide_rows(Presharded(2, rank, 2, rows)) for rank in (0, 1)]
+    >>> own = [divide_rows(Presharded(2, rows), rank, 2) for rank in (0, 1)]
     >>> [[int(row) for row in data] for data in own]
     [[0, 2, 4, 6], [1, 3, 5]]
     """
-    source, rank, size = presharded.source, presharded.rank, presharded.size
-    length = presharded.length
+    source, length = presharded.source, presharded.length
     if has_cache_in_memory(source):
         # `shard` ends with this rank's last element, and would cut a cache short.
         windows = _WINDOW * size

@@ -1,7 +1,6 @@
 """A `keras.utils.PyDataset`, of which each rank reads its own batches by index."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -32,22 +31,21 @@ class ShardedSequence(keras.utils.PyDataset):
     Args:
         undivided: The user's `PyDataset`, with the same batches on all ranks.
         dealer: What this rank reads of the batches.
+        spec: The ranks, and where to resume.
         limit: Batches of all ranks in a pass; `None` for all that there are.
-        seed: Seed of the order of a kept position; `None` not to shuffle.
-        gather: A collective, to compare batches that the user's `on_epoch_end` changes.
-        spec: For data that has an end, where to resume, and to make a `division`;
-            `None` for no position.
+        shuffle: Whether each epoch has a new order.
+        keeps_position: Whether data that has an end has a `division`.
     """
 
     def __init__(
         self,
         undivided: Any,
         dealer: Dealer,
+        spec: ShardSpec,
         *,
-        limit: int | None = None,
-        seed: int | None = None,
-        gather: Callable[[Any], list[Any]] | None = None,
-        spec: ShardSpec | None = None,
+        limit: int | None,
+        shuffle: bool,
+        keeps_position: bool,
     ) -> None:
         super().__init__(
             workers=undivided.workers,
@@ -55,15 +53,18 @@ class ShardedSequence(keras.utils.PyDataset):
             max_queue_size=undivided.max_queue_size,
         )
         self.undivided = undivided
-        self._dealer, self._seed, self._limit = dealer, seed, limit
+        self._dealer, self._limit = dealer, limit
+        self._seed = spec.seed if shuffle else None
+        # To compare batches that the user's `on_epoch_end` changes.
         is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
-        self._gather_texts = None if is_kept else gather
+        is_compared = dealer.is_training and not is_kept
+        self._gather_texts = spec.gather if is_compared else None
         self.division: Division | None = None
         total = self._total
-        position = None if spec is None else spec.position
+        position = spec.position if keeps_position else None
         is_resumed = total is not None and position is not None
         self.is_marked = dealer.is_marked(total or 0, is_resumed=is_resumed)
-        if total is not None and spec is not None:
+        if total is not None and keeps_position:
             self.division = Division.of(
                 spec, total, per_step=dealer.per_step, unit="batches"
             )

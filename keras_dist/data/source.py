@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -26,7 +26,6 @@ from keras_dist.data.pipeline import (
     is_reshuffled,
     list_seeds,
     list_unshuffled_inputs,
-    untuned_pass,
 )
 from keras_dist.data.presharded import Presharded, find_presharded
 
@@ -118,7 +117,7 @@ class Source:
             more = 0 if self._unread else max(count - len(self._buffered), 0)
             self._buffered += itertools.islice(self.data, more)
             return self._buffered[:count]
-        if self.kind == "dataset" and self.has_seeded_passes and self.length is None:
+        if self.has_seeded_passes and self.length is None:
             # The next pass goes on with this one: another would have another order.
             self._unread = self._unread or iter(as_untuned(self.data))
             more = max(count - len(self._buffered), 0)
@@ -181,7 +180,9 @@ class Source:
             is_endless = self.data.num_batches is None
             indices = itertools.count() if is_endless else range(self.data.num_batches)
             return (self.data[index] for index in indices)
-        return untuned_pass(self.data) if self.kind == "dataset" else iter(self.data)
+        untuned = as_untuned(self.data)
+        # TensorFlow adds a `prefetch` only where it tunes.
+        return iter(self.data if untuned is self.data else untuned.prefetch(2))
 
     @functools.cached_property
     def has_known_order(self) -> bool:
@@ -210,19 +211,16 @@ class Source:
         shuffle are digested, and `seeds` decide the rest: no pass is begun.
         """
         if self.has_seeded_passes:
-            sources = list_unshuffled_inputs(self.data)
-            return [*self._fingerprint_inputs(sources), str(self.data.element_spec)]
+            inputs = self.fingerprint_inputs(self.data)
+            return [*inputs, str(self.data.element_spec)]
         is_short = self.is_repeatable and self.is_short(size)
         batches = self.first(max(_LOOKS, size) if is_short else _LOOKS)
         flat = [tf.nest.flatten(batch) for batch in batches]
         return list(map(digest_batches, zip(*flat, strict=False)))
 
-    def fingerprint_before_shard(self) -> list[str]:
-        """Digest the first elements of presharded data before the first shuffle."""
-        assert self.presharded is not None
-        return self._fingerprint_inputs(list_unshuffled_inputs(self.presharded.source))
-
-    def _fingerprint_inputs(self, inputs: Sequence[tf.data.Dataset]) -> list[str]:
+    def fingerprint_inputs(self, dataset: tf.data.Dataset) -> list[str]:
+        """Digest the first elements of what a data set is made of, before a shuffle."""
+        inputs = list_unshuffled_inputs(dataset)
         return [digest_batches(self._first_batches(each, _LOOKS)) for each in inputs]
 
     def _first_batches(self, dataset: tf.data.Dataset, count: int) -> list[Any]:

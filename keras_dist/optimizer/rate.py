@@ -82,6 +82,26 @@ def warmup_factor(step: Any, *, warmup_steps: int, full: float) -> Any:
     return 1.0 + (full - 1.0) * keras.ops.minimum(progress, 1.0)
 
 
+def count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:
+    """Count the steps of a warm-up; `steps` are those of an epoch, `None` if unknown.
+
+    Raises:
+        ValueError: If `warmup_epochs` is negative, or the steps are unknown.
+    """
+    if warmup_epochs < 0:
+        raise ValueError(
+            "`warmup_epochs` must not be negative. "
+            f"Received: warmup_epochs={warmup_epochs}"
+        )
+    if warmup_epochs and steps is None:
+        raise ValueError(
+            "A warm-up in epochs needs the number of steps of an epoch, which is not "
+            f"known. Received: warmup_epochs={warmup_epochs} and data of unknown "
+            "length. Pass `steps_per_epoch`."
+        )
+    return round(warmup_epochs * (steps or 0))
+
+
 @dataclass
 class _Rate:
     """The state of an optimizer whose learning rate is scaled."""

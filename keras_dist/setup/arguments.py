@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import keras
 
-from keras_dist.data.division import StepsRule
+from keras_dist.data.division import StepsRule, check_count
 from keras_dist.optimizer.rate import LearningRateRule
 
 # What `Model.fit`, `evaluate` and `predict` take as `callbacks`.
@@ -42,7 +42,8 @@ class Options:
         ('none', 'none')
 
         Raises:
-            ValueError: If `batch`, `shard` or a rule for steps is unknown.
+            ValueError: If `batch`, `shard` or a rule for steps is unknown, or
+                `save_steps` or `save_seconds` is not a positive number.
         """
         if self.batch not in ("rank", "global"):
             raise ValueError(
@@ -60,6 +61,13 @@ class Options:
                     f"`{name}` must be one of {', '.join(values)}. "
                     f"Received: {name}={getattr(self, name)!r}"
                 )
+        if self.save_steps is not None:
+            check_count("save_steps", self.save_steps)
+        if self.save_seconds is not None and not self.save_seconds > 0:
+            raise ValueError(
+                "`save_seconds` must be a number above 0, or None. "
+                f"Received: save_seconds={self.save_seconds!r}"
+            )
         is_global = self.batch == "global"
         usual: dict[str, Any] = {
             "lr_scaling": "none" if is_global else "linear",

@@ -1,5 +1,6 @@
 """Decide from the arguments of one call what this rank is going to do."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed
 from keras_dist.optimizer.attach import averaging_of
 from keras_dist.optimizer.nested import leaves, optimizers_of
-from keras_dist.optimizer.rate import rate_factor, schedule_of
+from keras_dist.optimizer.rate import count_warmup_steps, rate_factor, schedule_of
 from keras_dist.optimizer.reduce import Averaging
 from keras_dist.setup.arguments import Options
 
@@ -148,6 +149,13 @@ def prepare(
         )
     world = comm.init()
     callbacks, options = _take_over_warmup(given["callbacks"], options)
+    is_kept = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
+    if is_kept and options.resume is not None:
+        raise ValueError(
+            "`resume` and BackupAndRestore would both restore the model. Received: "
+            f"resume={os.fspath(options.resume)!r} and a BackupAndRestore in "
+            "`callbacks`. Leave the callback out."
+        )
     rule: Any = options.lr_scaling  # which is "auto" no more
     factor = rate_factor(rule, size=world.size)
     # A schedule is a function of the step, and has its value at the same epoch.
@@ -168,7 +176,7 @@ def prepare(
         averaging=averaging,
         factor=factor,
         step_multiplier=step_multiplier,
-        warmup_steps=_count_warmup_steps(options.warmup_epochs, training.plan.steps),
+        warmup_steps=count_warmup_steps(options.warmup_epochs, training.plan.steps),
         plan=[
             *_describe_ranks(),
             *plan.describe_data(
@@ -288,22 +296,7 @@ def _make_feeds(
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
         kind = type(given["x"]).__name__.lstrip("_")
-        return Feed(data=given["x"], length=None, plan=plan.Rows(kind)), None
-
-
-def _count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:
-    if warmup_epochs < 0:
-        raise ValueError(
-            "`warmup_epochs` must not be negative. "
-            f"Received: warmup_epochs={warmup_epochs}"
-        )
-    if warmup_epochs and steps is None:
-        raise ValueError(
-            "A warm-up in epochs needs the number of steps of an epoch, which is not "
-            f"known. Received: warmup_epochs={warmup_epochs} and data of unknown "
-            "length. Pass `steps_per_epoch`."
-        )
-    return round(warmup_epochs * (steps or 0))
+        return Feed(data=given["x"], plan=plan.Rows(kind)), None
 
 
 def _describe_rates(

@@ -113,5 +113,5 @@ def _divide(
             "`seed` to `shuffle` (and to `list_files`), or call "
             "keras.utils.set_random_seed with the same number on every rank before."
         )
-    presharded = Presharded(batch_size, comm.rank(), comm.size(), dataset, batch)
-    return divide_rows(presharded)
+    presharded = Presharded(batch_size, dataset, batch)
+    return divide_rows(presharded, comm.rank(), comm.size())

@@ -152,8 +152,7 @@ def compare(
 
     Raises:
         ValueError: On all ranks, if the ranks have data of different kinds, validation
-            data shuffles differently on each, or presharded data differs or was divided
-            for other ranks.
+            data shuffles differently on each, or presharded data differs.
     """
     spec = ShardSpec(
         comm.rank(),
@@ -314,17 +313,10 @@ def _compare_before_shard(
     """
 
     with comm.together():
-        if (presharded.rank, presharded.size) != (comm.rank(), comm.size()):
-            raise ValueError(
-                "The data was divided for other ranks than those that train. Received: "
-                f"the data of rank {presharded.rank} of {presharded.size} on rank "
-                f"{comm.rank()} of {comm.size()}. Call `shard` in the processes that "
-                "train."
-            )
         if name == "training":
             _check_shares(source, presharded, batch)
         seeds = list_seeds(presharded.source)
-        first = source.fingerprint_before_shard()
+        first = source.fingerprint_inputs(presharded.source)
     facts = {
         f"the seeds of shuffles before `shard` in the {name} data": seeds,
         f"the first elements before `shard` in the {name} data": first,
@@ -362,6 +354,6 @@ def _check_shares(source: Source, presharded: Presharded, batch: str) -> None:
     if batch == "global" and local_rows not in (None, rows):
         raise ValueError(
             "Each rank must batch its own rows of a batch of all ranks. Received: "
-            f"batches of {local_rows} rows on rank {presharded.rank}, which has {rows} "
+            f"batches of {local_rows} rows on rank {comm.rank()}, which has {rows} "
             "of each. Write `.batch(keras_dist.local_batch_size(…))` after `shard`."
         )

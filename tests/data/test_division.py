@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.data.arrays import Arrays, read_rows
-from keras_dist.data.division import Division, ShardSpec, local_items
+from keras_dist.data.division import Division, ShardSpec
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
 
@@ -42,7 +42,7 @@ def test_ranks_read_the_batches_of_one_process():
         for step in range(division.steps):
             number, *span = division.span(step)
             assert number == 0
-            batches = [range(*span)[local_items(rank, size)] for rank in range(size)]
+            batches = [range(*span)[rank::size] for rank in range(size)]
             assert all(len(batch) <= batch_size for batch in batches) and batches[0]
             merged = sorted(row for batch in batches for row in batch)
             assert merged == list(range(merged[0], merged[0] + len(merged)))
@@ -54,7 +54,7 @@ def test_ranks_read_the_batches_of_one_process():
 def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
     """Each row once a pass, in an order that does not depend on the size."""
     batches = {}
-    data = Arrays.of(np.arange(NUM_ROWS), np.arange(NUM_ROWS) * 2.0)
+    data = Arrays(np.arange(NUM_ROWS), np.arange(NUM_ROWS) * 2.0)
     for size, batch_size in ((1, 6), (2, 3), (3, 2)):
         passes = []
         readers = [
@@ -98,7 +98,7 @@ def reader(data, batch_size, rank, size, shuffle, steps):
 
 def test_an_epoch_begins_where_the_epoch_before_it_ended():
     """With any number of steps: the batches of all epochs are the same sequence."""
-    data = Arrays.of(np.arange(11))
+    data = Arrays(np.arange(11))
 
     def epochs(steps, count):
         read = reader(data, 2, 1, 2, True, steps)
@@ -112,7 +112,7 @@ def test_an_epoch_begins_where_the_epoch_before_it_ended():
 def test_arrays_of_different_lengths_are_refused():
     """The error names their shapes."""
     with pytest.raises(ValueError, match=r"\(3, 2\), \(4,\)"):
-        Arrays.of(np.zeros((3, 2)), np.zeros(4))
+        Arrays(np.zeros((3, 2)), np.zeros(4))
 
 
 SIZES = ((1, 6), (2, 3), (3, 2), (2, 5))

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from keras_dist.data.adapters import adapt_batches
 from keras_dist.data.division import ShardSpec
-from keras_dist.data.pipeline import untuned_pass
 from keras_dist.data.source import Source
 
 ROWS, BATCH, BATCHES = 36, 4, 9
@@ -127,7 +126,7 @@ def test_a_pass_that_is_not_tuned_reads_ahead():
 
     spec = tf.TensorSpec([], tf.int32)
     data = tf.data.Dataset.from_generator(two, output_signature=spec)
-    batches = untuned_pass(data)
+    batches = iter(Source(data))
     assert next(batches) == 0
     assert is_ahead.wait(20)
     assert [int(number) for number in batches] == [1]

@@ -17,7 +17,6 @@ from claims import (
 )
 
 import keras_dist
-from keras_dist.data.presharded import Presharded, divide_rows
 
 pytestmark = pytest.mark.several_ranks
 BATCH = 5
@@ -181,9 +180,7 @@ def test_what_cannot_be_divided_is_an_error_on_all_ranks(world, rows, make_model
 
     other = tf.data.Dataset.from_tensor_slices((x + world.rank, y))
     few = 50 if world.rank else 20
-    wrong = Presharded(BATCH, (world.rank + 1) % world.size, world.size, data)
     for make, text in (
-        (lambda: divide_rows(wrong).batch(BATCH), "for other ranks"),
         (lambda: divided(other), "the first elements before `shard`"),
         (lambda: divided(data.shuffle(9, seed=world.rank)), "the seeds of shuffles"),
         (lambda: divided(data.take(1)), "at least one row"),
