@@ -235,6 +235,7 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         if not is_export:
             there.arguments["overwrite"] = True  # the draft
         result = own(*there.args, **there.kwargs)
+        _sync_files(draft)  # before others wait, and before the files there are gone
         with _lock(folder):
             if is_there or not os.path.isdir(made):
                 _move_files(draft, folder)
@@ -286,14 +287,19 @@ def _reserve(path: str, model: Any) -> None:
                 raise
 
 
+def _sync_files(draft: str) -> None:
+    for folder, _, names in os.walk(draft):
+        for name in names:
+            with open(os.path.join(folder, name), "rb+") as file:
+                os.fsync(file.fileno())
+
+
 def _move_files(source: str, target: str) -> None:
     for folder, _, names in os.walk(source):
         there = os.path.join(target, os.path.relpath(folder, source))
         os.makedirs(there, exist_ok=True)
         for name in names:
             made, path = os.path.join(folder, name), os.path.join(there, name)
-            with open(made, "rb+") as file:
-                os.fsync(file.fileno())  # before the one in its place is gone
             with contextlib.suppress(OSError):  # keep the mode of the file before
                 shutil.copymode(path, made)
             os.replace(made, path)

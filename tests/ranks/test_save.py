@@ -1,5 +1,6 @@
 """A model that all ranks save is there once, whole, and loads in plain Keras."""
 
+import fcntl
 import json
 import os
 import socket
@@ -142,10 +143,21 @@ def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
 
 @pytest.mark.three_ranks
 def test_the_first_rank_alone_writes(model, folder, monkeypatch):
-    """Once, however late it comes; a second save of the same path is another one."""
-    written = []
+    """Once, however late it comes; a second save of the same path is another one.
+
+    While the disk is slow, nobody waits for the folder's lock.
+    """
+    written, synced = [], []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *a: (written.append(a), replace(*a)))
+
+    def sync(_):
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(lock)
+        synced.append(len(written))
+
+    monkeypatch.setattr(os, "fsync", sync)
     for late in (0, keras_dist.size() - 1):
         met()
         if keras_dist.rank() == late:
@@ -158,6 +170,7 @@ def test_the_first_rank_alone_writes(model, folder, monkeypatch):
         )
         met()
     assert keras_dist.gather(len(written)) == [2] + [0] * (keras_dist.size() - 1)
+    assert synced == list(range(len(written)))
 
 
 class Noted(keras.layers.Dense):
