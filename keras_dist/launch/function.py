@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 # Files of a call: function and arguments; what a rank returned.
-_CALL, _RESULT = "call.pickle", "result.{rank}.pickle"
+CALL, RESULT = "call.pickle", "result.{rank}.pickle"
 
 Result = TypeVar("Result")
 
@@ -54,9 +54,10 @@ def run(
         raise ValueError(f"At least one rank is needed. Received: np={np}")
     # Only this user can write to this folder, so its files are safe to unpickle.
     with tempfile.TemporaryDirectory(prefix="keras_dist.") as folder:
-        _write(Path(folder) / _CALL, (function, tuple(args), dict(kwargs or {})))
+        write(Path(folder) / CALL, (function, tuple(args), dict(kwargs or {})))
         command = [sys.executable, "-m", "keras_dist", "run", "-np", str(np)]
-        command += ["--with-parent", str(os.getpid()), "-m", __name__, folder]
+        command += ["--with-parent", str(os.getpid())]
+        command += ["-m", "keras_dist.launch.call", folder]
         # The ranks can import what this process can import.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
@@ -71,17 +72,11 @@ def run(
                 "A rank has failed; its own error was printed above. "
                 f"Received: exit code {code}."
             )
-        results = (Path(folder) / _RESULT.format(rank=rank) for rank in range(np))
+        results = (Path(folder) / RESULT.format(rank=rank) for rank in range(np))
         return [pickle.loads(result.read_bytes()) for result in results]
 
 
-def _write(path: Path, value: Any) -> None:
-    # Is installed with Horovod, and can also pickle functions of notebooks.
+def write(path: Path, value: Any) -> None:
+    """Pickle a value, also a function of a notebook."""
+    # Is installed with Horovod.
     path.write_bytes(importlib.import_module("cloudpickle").dumps(value))
-
-
-if __name__ == "__main__":  # on a rank
-    folder = Path(sys.argv[1])
-    function, args, kwargs = pickle.loads((folder / _CALL).read_bytes())
-    name = _RESULT.format(rank=os.environ["HOROVOD_RANK"])
-    _write(folder / name, function(*args, **kwargs))

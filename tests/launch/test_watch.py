@@ -70,8 +70,11 @@ keras_dist.sum(1) if keras_dist.rank() else keras_dist.gather("tea")
 
 def test_ranks_in_different_collectives_are_named(run_ranks):
     """Each prints the collective it waits in, and the line of the call."""
-    for code, out in run_ranks(torchrun, [0, 1], 2, _COLLECTIVES, env=ENDS_SOON):
-        assert code == EXIT_CODE, out
+    ended = run_ranks(torchrun, [0, 1], 2, _COLLECTIVES, env=ENDS_SOON)
+    # The rank that ends first closes its connection, which may be the other's error.
+    assert EXIT_CODE in [code for code, _ in ended]
+    for code, out in ended:
+        assert code != 0, out
         assert "Waiting in the collective keras_dist.gather," in out
         assert re.search(r"Waiting in the collective keras_dist\.sum, .*: rank 1", out)
         assert (

@@ -53,8 +53,9 @@ print(json.dumps({
 
 _PATCHED = "It has keras_dist's patches."
 _NOT_PATCHED = (
-    "It was built without keras_dist's patches, or with others: on several hosts it "
-    "takes the network of each host's own name, and sums on CPUs take longer. "
+    "Its version does not name the patches of this keras_dist. Without them, on "
+    "several hosts it takes the network of each host's own name, and sums on CPUs take "
+    "longer. Run: "
     "keras-dist install-horovod"
 )
 
