@@ -50,7 +50,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        count_warmup_steps(warmup_epochs, 0)  # a negative number is an error now
+        count_warmup_steps(warmup_epochs, 0)  # raise now, not in `on_train_begin`
         self.warmup_epochs = warmup_epochs
         self.lr_scaling = lr_scaling
         self.steps_per_epoch = steps_per_epoch

@@ -167,7 +167,7 @@ def _check_shared(path: str) -> None:
 
     The ranks of the next start may be on other hosts: any of them may be the first one.
     """
-    name = comm.broadcast(f".checkpoint.{uuid.uuid4().hex}.marker")  # in no cache
+    name = comm.broadcast(f".checkpoint.{uuid.uuid4().hex}.marker")  # a name in no cache
     marker = os.path.join(path, name)
     with on_first_rank(path) as is_first:
         if is_first:
@@ -194,7 +194,7 @@ def _write_marker(path: str) -> None:
             file.write(os.urandom(4096))  # as a small checkpoint
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:  # before any rank goes on
+    except BaseException:  # remove it before any rank goes on
         with contextlib.suppress(OSError):
             os.remove(path)
         raise

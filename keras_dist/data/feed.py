@@ -27,7 +27,8 @@ class Feed:
 
     Args:
         data: The batches, in a type that Keras takes.
-        length: Batches in a pass of data in batches, `math.inf`, or `None` if unknown.
+        length: Batches in a pass of data in batches, `math.inf`, or `None` if unknown,
+            and for arrays.
         plan: The plan's lines about its rows and steps.
         arguments: Keyword arguments for `Model.fit` or `Model.evaluate`.
         source: The user's data, to be kept until a pass over it was read; `None` if

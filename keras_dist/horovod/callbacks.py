@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
-from keras_dist.callbacks.broadcast_variables import build_optimizers, state_variables
 from keras_dist.horovod.collectives import broadcast_variables
 from keras_dist.horovod.optimizer import (
     check_all_ranks,
@@ -85,10 +84,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        if (optimizer := getattr(self.model, "optimizer", None)) is not None:
+        optimizer = getattr(self.model, "optimizer", None)
+        found = list(self.model.weights)
+        if optimizer is not None:
             move_to_outermost(optimizer)
-        build_optimizers(self.model)
-        broadcast_variables(state_variables(self.model), self.root_rank)
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            found += optimizer.variables
+        broadcast_variables({id(v): v for v in found}.values(), self.root_rank)
 
 
 class BuiltByFirstStep:

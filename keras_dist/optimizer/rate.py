@@ -97,7 +97,7 @@ def count_warmup_steps(warmup_epochs: float, steps: int | None) -> int:
         raise ValueError(
             "A warm-up in epochs needs the number of steps of an epoch, which is not "
             f"known. Received: warmup_epochs={warmup_epochs} and data of unknown "
-            "length. Pass `steps_per_epoch`."
+            "length. Pass `steps_per_epoch` to fit, or to LearningRateWarmup."
         )
     return round(warmup_epochs * (steps or 0))
 

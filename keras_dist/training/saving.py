@@ -235,7 +235,7 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         if not is_export:
             there.arguments["overwrite"] = True  # the draft
         result = own(*there.args, **there.kwargs)
-        _sync_files(draft)  # before others wait, and before the files there are gone
+        _sync_files(draft)  # before others wait, and before files there are replaced
         with _lock(folder):
             if is_there or not os.path.isdir(made):
                 _move_files(draft, folder)
@@ -290,7 +290,7 @@ def _reserve(path: str, model: Any) -> None:
 def _sync_files(draft: str) -> None:
     for folder, _, names in os.walk(draft):
         for name in names:
-            with open(os.path.join(folder, name), "rb+") as file:
+            with open(os.path.join(folder, name), "rb") as file:  # may be read-only
                 os.fsync(file.fileno())
 
 
