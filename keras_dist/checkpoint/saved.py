@@ -167,9 +167,8 @@ def _check_shared(path: str) -> None:
 
     The ranks of the next start may be on other hosts: any of them may be the first one.
     """
-    name = comm.broadcast(
-        f".checkpoint.{uuid.uuid4().hex}.marker"
-    )  # a name in no cache
+    # A new name each time: a file system may cache what is not there.
+    name = comm.broadcast(f".checkpoint.{uuid.uuid4().hex}.marker")
     marker = os.path.join(path, name)
     with on_first_rank(path) as is_first:
         if is_first:
