@@ -11,7 +11,7 @@ FOR_WHEELS := .venv-wheels
 # TensorFlow's start-up lines hide what these commands print.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-# Some hundred processes of the tests would compile the package and the tests anew.
+# With it, each process of the tests compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

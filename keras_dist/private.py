@@ -183,9 +183,9 @@ def is_reshuffled(dataset: Any) -> bool:
 
 
 def global_seed() -> int | None:
-    """Return the seed of `tf.random.set_seed`; `None` if none was set.
+    """Return the seed of `tf.random.set_seed`, by which Keras shuffles arrays.
 
-    With it Keras shuffles arrays.
+    `None` if none was set: Keras draws one.
     """
     seed = tf.random.set_seed.__globals__["context"].global_seed()
     return None if seed is None else int(seed)

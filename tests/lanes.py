@@ -4,17 +4,19 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# In the order in which they begin. A worker with at most two tests left is given one
-# lane more: the first has one test, and a long lane after it would end last.
+# In the order in which they begin. xdist gives a worker that has at most two tests left
+# the next lane. The first lane has one test, so its worker is given the third one at
+# once, and runs it last: it is a short one.
 _FIRST = ("2 ranks", "hosts", "1 ranks", "pages", "3 ranks")
 
 
 def lane_of(test: str) -> str:
     """The lane of a test, by its id: one worker runs all of a lane, one by one.
 
-    "2 ranks" has the launch of `ranks/` on so many; "hosts" what starts hosts and
-    launchers, of which some have the same ports each time; "pages" what runs the
-    documentation. Every other file is a lane of its own, for whichever worker is free.
+    "1 ranks", "2 ranks" and "3 ranks" are the launches of `ranks/`; "hosts" has what
+    starts hosts and launchers, of which some have the same ports each time; "pages" has
+    what runs the documentation. Every other file is a lane of its own, for whichever
+    worker is free.
     """
     file = test.partition("::")[0]
     if "test_ranks.py" in file:

@@ -60,7 +60,7 @@ class Arrays:
         return keras.utils.pack_x_y_sample_weight(self.x, self.y, weight)
 
     def read(self, indices: tf.data.Dataset) -> tf.data.Dataset:
-        """Read the rows of each batch of indices; a mark beside them stays there.
+        """Read the rows of each batch of indices, and pass on the mark of a batch.
 
         Arrays in memory are converted to tensors once. Memory-mapped files stay on
         disk, and only the requested rows are read. Rows come in the dtypes that Keras

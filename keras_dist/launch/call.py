@@ -1,4 +1,4 @@
-"""What a rank of `keras_dist.run` runs: it calls the function, and keeps the result."""
+"""Run by each rank of `keras_dist.run`: call the function, and write its result."""
 
 import os
 import pickle

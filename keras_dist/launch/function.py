@@ -77,6 +77,6 @@ def run(
 
 
 def write(path: Path, value: Any) -> None:
-    """Pickle a value, also a function of a notebook."""
-    # Is installed with Horovod.
+    """Pickle a value, also a function of a notebook, into a file."""
+    # cloudpickle is installed with Horovod.
     path.write_bytes(importlib.import_module("cloudpickle").dumps(value))

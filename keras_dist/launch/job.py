@@ -137,8 +137,9 @@ class _Host:
 
     def run(self, command: Command, job: str) -> int:
         """Run ranks with this id of a job until it has ended; return its exit code."""
+        counts = [(name, len(ranks)) for name, ranks in self.hosts]
         slots = make_slots(
-            [(name, k, len(r)) for name, r in self.hosts for k in range(len(r))]
+            [(name, index, count) for name, count in counts for index in range(count)]
         )
         seed = str(int(self.meeting.nonce[:8], 16))  # after a restart, too
         variables = {SEED: os.environ.get(SEED) or seed}

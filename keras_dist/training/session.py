@@ -213,7 +213,7 @@ class Session:
     has_started: bool = False
     has_run: bool = False
     is_verbose: bool = False
-    feed: Feed = Feed(data=None, length=None)
+    feed: Feed = Feed(data=None)
     feeds: tuple[Feed, ...] = ()
     validation: Evaluation = Evaluation()
     averages: bool = False

@@ -142,7 +142,7 @@ def compare_metrics(
 def compare_weights(
     model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
 ) -> list[StateDifference]:
-    """Return the weights that no gradient changes, of which the same is true."""
+    """Return the weights without a gradient that the parts' averages do not equal."""
     differences = []
     normalized = {
         id(variable)

@@ -67,13 +67,15 @@ def test_a_model_that_tensorflow_distributes_is_an_error(world, rows, inside):
 
 
 def test_unknown_rules_and_negative_factors(world, make_model, rows, monkeypatch):
-    """Each message lists the valid rules."""
+    """Each message lists the valid rules, or names the smallest number."""
     bad = {
         "lr_scaling": ("cubic", -1.0, 0, float("inf"), lambda size: -size),
         "steps_scaling": ("halve", 2.0, None),
         "validation_steps_scaling": ("halve", -3),
         "shard": ("rows", None),
         "warmup_epochs": (-1,),
+        "save_steps": (0, 1.5),
+        "save_seconds": (-1,),
     }
     for name, values in bad.items():
         for value in values:

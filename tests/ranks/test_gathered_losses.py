@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from claims import assert_equals_one_process, shortened, warned
 from keras import ops
+from models import make_compiled
 
 import keras_dist
 
@@ -208,12 +209,7 @@ HOW = {
     'batch="global"': (
         {},
         LOSSES,
-        {
-            "masked_mean",
-            "neighbors",
-            "ignore_class",
-            "none_and_nan",
-        },
+        {"masked_mean", "neighbors", "ignore_class", "none_and_nan"},
     ),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
     "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {"dice"}),
@@ -265,19 +261,19 @@ def test_means_in_a_compute_loss_that_is_neither_are_logged(kind, is_eager):
 def test_a_loss_whose_rows_are_gathered_may_call_weighted_mean():
     """It is the plain mean there, of the rows of all ranks."""
 
-    def root_of_weighted(y, p):
+    def weighted_root(y, p):
         is_known = ~tf.math.is_nan(y)
         y = tf.where(is_known, y, tf.zeros_like(y))
         return tf.sqrt(keras_dist.weighted_mean(tf.square(y - p), is_known))
 
+    def make_model():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+
     def make(loss):
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        return model
+        return make_compiled(make_model, keras.optimizers.SGD(0.1), loss)
 
     assert_equals_one_process(
-        lambda: make(root_of_weighted),
+        lambda: make(weighted_root),
         (X, MISSING),
         10,
         batch="global",

@@ -55,8 +55,7 @@ _PATCHED = "It has keras_dist's patches."
 _NOT_PATCHED = (
     "Its version does not name the patches of this keras_dist. Without them, on "
     "several hosts it takes the network of each host's own name, and sums on CPUs take "
-    "longer. Run: "
-    "keras-dist install-horovod"
+    "longer. Run: keras-dist install-horovod"
 )
 
 
