@@ -218,12 +218,20 @@ def test_on_one_process_shard_changes_nothing():
     """The same data set; wrong arguments are errors all the same."""
     data = tf.data.Dataset.range(5)
     assert data.apply(keras_dist.shard(4)) is data
-    with pytest.raises(ValueError, match="`batch_size`"):
-        keras_dist.shard(0)
     with pytest.raises(ValueError):
         keras_dist.shard(["a.jpg"])
     with pytest.raises(TypeError, match="for `tf.data.Dataset.apply`"):
         keras_dist.shard(4)([1, 2])
+
+
+def test_a_count_that_is_not_a_whole_number_of_at_least_one_is_an_error():
+    """Where it is given, and not in the first step."""
+    with pytest.raises(ValueError, match="`batch_size` .* whole number of at least 1"):
+        keras_dist.shard(0)
+    with pytest.raises(ValueError, match="Received: patience=1.5"):
+        keras_dist.StopAtAccuracy(0.9, patience=1.5)
+    with pytest.raises(ValueError, match="Received: every=True"):
+        keras_dist.ReplicaCheck(every=True)
 
 
 def test_a_launcher_without_horovod_is_an_error_that_names_the_command(printed):
