@@ -1,4 +1,4 @@
-"""What decoding costs: every rank decodes all files, or each its own.
+"""Cost of decoding: every rank decodes all files, or each its own.
 
     python benchmarks/input.py
 
@@ -26,27 +26,25 @@ SIDE = 320
 WAYS = ("late", "early")
 REPEATS = 2
 
-_WORDS = """# What decoding costs
+_WORDS = """# Cost of decoding
 
-Written by `benchmarks/input.py`; do not edit. {files:,} JPEG files of
-{side} × {side} pixels are read, decoded and resized to 64 × 64 in `map`, {batch} rows
-in a global batch, on {cores} cores. One process and the ranks were started in turn,
-{rounds} rounds; the ways were trained alternately in the same processes: medians
-(smallest to largest).
-Ranks communicate over Gloo.
+Written by `benchmarks/input.py`; do not edit. The `map` of a data set reads and decodes
+{files:,} JPEG files of {side} × {side} pixels, and resizes them to 64 × 64, with
+{batch} rows in a global batch, on {cores} cores. One process and the ranks were started
+in turn, for {rounds} rounds; the two ways were trained alternately in the same
+processes. The table shows medians (smallest to largest). Ranks communicate over Gloo.
 
-- late: the data is sharded when its batches are made;
-- early: `.apply(keras_dist.shard(batch_size))` before the `map`.
+- late: the data is sharded after batching, so each rank decodes all images;
+- early: `.apply(keras_dist.shard(batch_size))` comes before the `map`, so each image is
+  decoded on one rank (`tests/ranks/test_shard.py` counts them).
 
-Ratios are to one process of the same round. Early, all ranks together decode each
-picture once; late, each rank decodes all of them (`tests/ranks/test_shard.py` counts
-them). A picture costs more processor time where more threads compete for a core. The
-load of the machine (the mean number of programs that wanted a core, in the minute
-before a round) was {load}.
+Ratios are to one process of the same round. Decoding an image costs more processor time
+when more threads compete for a core. The load average of the machine, in the minute
+before each round, was {load}.
 
-## Seconds of an epoch
+## Seconds per epoch
 
-Of a model whose step takes next to nothing, and of the small CNN of `make bench`.
+For a model whose step takes almost no time, and for the small CNN of `make bench`.
 
 | model | ranks | late | early | late ÷ one process | early ÷ one process |
 |---|---|---|---|---|---|

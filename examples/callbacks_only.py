@@ -3,7 +3,7 @@
     keras-dist run -np 2 examples/callbacks_only.py
 
 `dist_fit` does all of this in one call. Here every part is visible and optional.
-`horovodrun -np 2 python examples/callbacks_only.py` starts the script too.
+`horovodrun -np 2 python examples/callbacks_only.py` also starts the script.
 """
 
 import keras
@@ -17,7 +17,7 @@ rank, size = keras_dist.rank(), keras_dist.size()
 
 
 def shard(rows):
-    """Every `size`-th row from `rank` on; as many on every rank, or one would wait."""
+    """Return every `size`-th row, starting at `rank`; equally many on every rank."""
     return rows[: len(rows) // size * size][rank::size]
 
 
@@ -40,15 +40,15 @@ model.compile(
 )
 
 callbacks = [
-    # Averages the metrics over all ranks. First, because other callbacks read them.
+    # Computes metrics of all rows. First, because other callbacks read them.
     keras_dist.MetricAverage(),
-    # Prints the rows per second of all ranks.
+    # Measures the rows per second of all ranks.
     keras_dist.Throughput(),
-    # Multiplies the learning rate by the number of ranks, in steps over two epochs.
+    # Raises the learning rate over two epochs, up to rate × number of ranks.
     keras_dist.LearningRateWarmup(warmup_epochs=2),
     # Stops all ranks after the same epoch.
     keras_dist.StopAtAccuracy(0.95),
-    # Broadcasts the first rank's weights to all before the first step. Last.
+    # Broadcasts the first rank's weights before the first step. Must be last.
     keras_dist.BroadcastVariables(),
 ]
 

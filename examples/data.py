@@ -14,7 +14,7 @@ def load_fashion_mnist(rows: int | None = None):
     """Read Fashion-MNIST from disk, or download it if it is not installed.
 
     Args:
-        rows: Take only the first `rows` rows of each of the two sets.
+        rows: Use only the first `rows` rows of each of the two sets.
 
     Returns:
         `(x, y), (x_val, y_val)`: images of shape (rows, 28, 28, 1) with values 0 to
@@ -38,8 +38,8 @@ def load_fashion_mnist(rows: int | None = None):
 def read_idx(path: Path) -> np.ndarray:
     """Read a gzipped IDX file of bytes.
 
-    Four bytes, of which the last is the number of axes; the length of each axis as a
-    big-endian number of four bytes; the values.
+    The file has four bytes, the last of which is the number of axes; the length of each
+    axis, as a big-endian number of four bytes; and the values.
     """
     content = gzip.decompress(path.read_bytes())
     num_axes = content[3]
@@ -48,7 +48,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def download() -> list[np.ndarray]:
-    """The same arrays from Keras, which stores them in ~/.keras/datasets."""
+    """Download the same arrays with Keras, which stores them in ~/.keras/datasets."""
     try:
         (x, y), (x_val, y_val) = keras.datasets.fashion_mnist.load_data()
     except Exception as error:  # Keras has no class for a failed download

@@ -36,7 +36,7 @@ history = keras_dist.dist_fit(  # instead of model.fit(
     validation_data=(x_val, y_val),
     epochs=50,
     verbose=2,
-    batch="global",  # 32 rows of all processes together, as on one process
+    batch="global",  # all processes share batches of 32 rows, as on one process
     target_accuracy=TARGET,
 )
 

@@ -2,8 +2,8 @@
 
     keras-dist run -np 2 examples/fashion_mnist.py --target-accuracy 0.85
 
-`horovodrun -np 2 python examples/fashion_mnist.py` starts it too. The same script for
-one process is `fashion_mnist_single.py`: compare the two with `diff`.
+`horovodrun -np 2 python examples/fashion_mnist.py` also starts it. To see what differs
+from the script for one process, `diff` it with `fashion_mnist_single.py`.
 """
 
 import argparse
@@ -16,26 +16,26 @@ from wide_resnet import wide_resnet
 import keras_dist
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, default=128, help="of one process")
-parser.add_argument("--val-batch-size", type=int, default=500, help="of one process")
+parser.add_argument("--batch-size", type=int, default=128, help="per process")
+parser.add_argument("--val-batch-size", type=int, default=500, help="per process")
 parser.add_argument("--epochs", type=int, default=40)
-parser.add_argument("--base-lr", type=float, default=0.05, help="of one process")
+parser.add_argument("--base-lr", type=float, default=0.05, help="for one process")
 parser.add_argument("--wd", type=float, default=1e-4, help="weight decay (L2)")
-parser.add_argument("--width", type=int, default=1, help="10 for a GPU")
+parser.add_argument("--width", type=int, default=1, help="use 10 on a GPU")
 parser.add_argument("--log-dir", type=Path, help="for TensorBoard and epochs.csv")
-parser.add_argument("--rows", type=int, help="only the first so many rows of each set")
-parser.add_argument("--target-accuracy", type=float, help="stop when it is reached")
-parser.add_argument("--patience", type=int, default=1, help="so many epochs in a row")
+parser.add_argument("--rows", type=int, help="use only this many rows of each set")
+parser.add_argument("--target-accuracy", type=float, help="stop when reached")
+parser.add_argument("--patience", type=int, default=1, help="epochs in a row")
 arguments = parser.parse_args()
 
 
 def learning_rate(epoch: int) -> float:
-    """The base rate, divided by ten at each of the epochs 15, 25 and 35."""
+    """Return the base rate, divided by ten at each of the epochs 15, 25 and 35."""
     return arguments.base_lr * 0.1 ** sum(epoch >= drop for drop in (15, 25, 35))
 
 
 if keras_dist.local_rank() == 0:
-    load_fashion_mnist()  # if it is missing, one rank of each host downloads it
+    load_fashion_mnist()  # one rank of each host downloads it, if necessary
 keras_dist.gather("loaded")  # the others wait here
 (x, y), validation_data = load_fashion_mnist(arguments.rows)
 

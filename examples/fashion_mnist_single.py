@@ -2,7 +2,8 @@
 
     python examples/fashion_mnist_single.py
 
-The same script for many processes is `fashion_mnist.py`: compare the two with `diff`.
+To see what differs from the script for many processes, `diff` it with
+`fashion_mnist.py`.
 """
 
 import argparse
@@ -13,19 +14,19 @@ from data import load_fashion_mnist
 from wide_resnet import wide_resnet
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int, default=128, help="of one process")
-parser.add_argument("--val-batch-size", type=int, default=500, help="of one process")
+parser.add_argument("--batch-size", type=int, default=128, help="per process")
+parser.add_argument("--val-batch-size", type=int, default=500, help="per process")
 parser.add_argument("--epochs", type=int, default=40)
-parser.add_argument("--base-lr", type=float, default=0.05, help="of one process")
+parser.add_argument("--base-lr", type=float, default=0.05, help="for one process")
 parser.add_argument("--wd", type=float, default=1e-4, help="weight decay (L2)")
-parser.add_argument("--width", type=int, default=1, help="10 for a GPU")
+parser.add_argument("--width", type=int, default=1, help="use 10 on a GPU")
 parser.add_argument("--log-dir", type=Path, help="for TensorBoard and epochs.csv")
-parser.add_argument("--rows", type=int, help="only the first so many rows of each set")
+parser.add_argument("--rows", type=int, help="use only this many rows of each set")
 arguments = parser.parse_args()
 
 
 def learning_rate(epoch: int) -> float:
-    """The base rate, divided by ten at each of the epochs 15, 25 and 35."""
+    """Return the base rate, divided by ten at each of the epochs 15, 25 and 35."""
     return arguments.base_lr * 0.1 ** sum(epoch >= drop for drop in (15, 25, 35))
 
 

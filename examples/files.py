@@ -1,9 +1,9 @@
-"""Pictures in files, by `tf.data`: each is read and decoded on one rank alone.
+"""Images in files, by `tf.data`: each is read and decoded on one rank only.
 
     keras-dist run -np 2 examples/files.py digits
 
-`keras_dist.shard` stands before the `map` that decodes. With `batch="global"` the
-result is that of one process: `python examples/files.py digits`.
+`keras_dist.shard` comes before the `map` that decodes. With `batch="global"`, the
+result is the same as on one process: `python examples/files.py digits`.
 """
 
 import sys
@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 import keras_dist
 
 FOLDER = sys.argv[1]
-BATCH = 64  # rows of all ranks together
+BATCH = 64  # rows of the global batch
 
 keras.utils.set_random_seed(0)
 images, labels = load_digits(return_X_y=True)  # 1,797 rows of 8 × 8 pixels, 0 to 16
@@ -30,16 +30,16 @@ with keras_dist.first_rank() as is_first:  # the other ranks wait for the files
 
 
 def decode(path, label):
-    """Read one picture; this is the work that the ranks share."""
+    """Read and decode one image. The ranks divide this work."""
     picture = tf.io.decode_png(tf.io.read_file(path), channels=1)
     return tf.cast(picture, "float32") / 255.0, label
 
 
 def dataset(rows, shuffle):
-    """Batches of this rank, of the files and labels of some rows."""
+    """Return this rank's batches of the files and labels of some rows."""
     data = tf.data.Dataset.from_tensor_slices((paths[rows], labels[rows]))
     if shuffle:
-        data = data.shuffle(2000, seed=0)  # a seed: all ranks read one order
+        data = data.shuffle(2000, seed=0)  # with a seed, all ranks use one order
     data = data.apply(keras_dist.shard(BATCH, batch="global"))
     data = data.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
     return data.batch(keras_dist.local_batch_size(BATCH)).prefetch(2)

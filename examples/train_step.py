@@ -1,10 +1,10 @@
-"""A train step of your own, whose loss compares the rows of the whole batch.
+"""A custom train step whose loss compares the rows of the global batch.
 
     keras-dist run -np 2 examples/train_step.py
 
-Which lower half belongs to which upper half of a digit? Two encoders learn it from the
-other rows of the batch. `keras_dist.gather_rows` gives the step the rows of all ranks,
-so that the result is that of one process: `python examples/train_step.py`.
+Two encoders learn which lower half of a digit belongs to which upper half, by comparing
+the rows of a batch. `keras_dist.gather_rows` returns the rows of all ranks, so that the
+result is the same as on one process: `python examples/train_step.py`.
 """
 
 import keras
@@ -19,7 +19,7 @@ upper, lower = images[:, :32] / 16, images[:, 32:] / 16
 
 
 def encoder():
-    """From a half to a vector of length 1."""
+    """Make an encoder of a half as a vector of length 1."""
     return keras.Sequential(
         [
             keras.Input((32,)),
@@ -31,21 +31,21 @@ def encoder():
 
 
 class Halves(keras.Model):
-    """Scores of all upper halves with all lower halves of a batch."""
+    """Match the upper halves of a batch with its lower halves."""
 
     def __init__(self):
         super().__init__()
         self.upper, self.lower = encoder(), encoder()
 
     def call(self, halves):
-        """Vectors of the upper and of the lower halves."""
+        """Return the vectors of the upper and of the lower halves."""
         return self.upper(halves[0]), self.lower(halves[1])
 
     def train_step(self, data):
-        """One update: the right lower half of row i is the one of row i."""
+        """Update once. The correct lower half for row i is in row i."""
         halves, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            # One process has all rows; with several ranks, each gathers them.
+            # Each rank gathers the rows of all ranks.
             one, two = keras_dist.gather_rows(self(halves, training=True))
             scores = 10.0 * tf.matmul(one, two, transpose_b=True)
             rows = tf.range(tf.shape(scores)[0])

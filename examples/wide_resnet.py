@@ -15,7 +15,7 @@ def wide_resnet(*, mean: float, variance: float, width: int = 1, wd: float = 0.0
     draws its own flips and shifts.
 
     Args:
-        mean, variance: Of the pixels of the training images.
+        mean, variance: Mean and variance of the pixels of the training images.
         width: Multiplies the channels of the three stages, 16, 32 and 64.
         wd: Weight decay: the L2 penalty on all kernels.
     """
@@ -38,7 +38,7 @@ def wide_resnet(*, mean: float, variance: float, width: int = 1, wd: float = 0.0
 
 
 def residual_block(x, channels: int, wd: float):
-    """Two convolutions, each after its activation, around which the input is added."""
+    """Two convolutions, each preceded by its activation, plus the input."""
     active = activation(x)
     y = convolution(active, channels, 3, wd)
     y = layers.Dropout(DROPOUT)(activation(y))

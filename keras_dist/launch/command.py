@@ -32,39 +32,39 @@ def add_where(command: argparse.ArgumentParser) -> None:
         "-np",
         type=int,
         metavar="N",
-        help="how many ranks to start (default: one for each GPU of this host; with "
-        "`-H` one for each slot)",
+        help="number of ranks to start (default: one for each GPU of this host; with "
+        "`-H`, one for each slot)",
     )
     named = command.add_mutually_exclusive_group()
     named.add_argument(
         "-H",
         dest="hosts",
         metavar="HOST:SLOTS,…",
-        help="hosts, reached by ssh (default: this one)",
+        help="hosts to start on, by ssh (default: this host)",
     )
     named.add_argument(
         "--hostfile",
         metavar="FILE",
-        help="the same from a file: a line `HOST slots=N` for each",
+        help="file with these hosts: a line `HOST slots=N` for each",
     )
     command.add_argument(
         "--nnodes",
         type=int,
         metavar="N",
-        help="number of hosts; start this command on each. -np is then the ranks of "
-        "this one (default: one for each GPU, or 1)",
+        help="number of hosts; start this command on each. -np is then the number of "
+        "ranks of this host (default: one for each GPU, or 1)",
     )
     command.add_argument(
         "--node-rank",
         type=int,
         metavar="K",
-        help="number of this host, from 0: the first one",
+        help="number of this host; 0 is the first host",
     )
     command.add_argument(
         "--rdzv",
         metavar="HOST:PORT",
-        help="where hosts meet: the first one, as the others reach it, and a free port "
-        "(with `-H` by default its name, and a random port)",
+        help="where the hosts meet: an address of the first host that the others can "
+        "reach, and a free port there (with `-H`, default: its name and a random port)",
     )
 
 
@@ -75,7 +75,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         help="start a script on many ranks",
         description=(
             "Start a script on many ranks, and show their output. If one fails, all "
-            "ranks are ended, and a report is printed at the end of the output: the "
+            "ranks are stopped, and a report is printed at the end of the output: the "
             "traceback of the rank that failed first, then a line for each rank."
         ),
         usage="%(prog)s -np N [options] (script.py | -m module | program) [arguments]",
@@ -84,7 +84,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--log-dir",
         metavar="DIR",
-        help="write the output of rank K to DIR/rank.K.log; the screen shows rank 0",
+        help="write output of rank K to DIR/rank.K.log; the screen shows only rank 0",
     )
     command.add_argument(
         "--restarts",
@@ -97,14 +97,14 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "--stall-limit",
         type=float,
         metavar="S",
-        help="end the job when no rank makes progress for S seconds, 0 for never "
+        help="end the job if no rank makes progress for S seconds; 0: never "
         "(default: 120)",
     )
     command.add_argument(
         "--distribute",
         action="store_true",
-        help="let every fit, evaluate and predict of the script use all ranks, without "
-        f"a change of the script (batch={_BATCH!r} unless {DISTRIBUTE}=rank)",
+        help="let every fit, evaluate and predict of an unchanged script use all ranks "
+        f"(batch={_BATCH!r} unless {DISTRIBUTE}=rank)",
     )
     # Hidden: by `keras_dist.run`, and by `-H` on each host.
     command.add_argument("--with-parent", type=int, help=argparse.SUPPRESS)

@@ -210,16 +210,16 @@ def _describe_parts(model: Any, callbacks: list[Any]) -> Iterator[tuple[str, str
 
 
 def _describe_resume(options: Options, training: Feed) -> Iterator[tuple[str, str]]:
-    """Say in the plan where an interrupted epoch goes on, and why there."""
+    """Say in the plan where an interrupted epoch continues, and why there."""
     if options.resume is None:
         return
     why = "its data has no known position"
     if training.arguments.get("steps_per_epoch"):
         why = "`steps_per_epoch` with batches"
-    text = f"begins again: {why}"
+    text = f"starts again: {why}"
     if training.division is not None:
         unit = "row" if training.division.unit == "rows" else "batch"
-        text = f"goes on at the next {unit}"
+        text = f"continues at the next {unit}"
     yield "resume", f"an interrupted epoch {text}"
 
 

@@ -222,13 +222,13 @@ def test_an_unusable_resume_is_an_error_on_all_ranks_before_training(folder):
         small(f"{folder}/kept")
 
 
-def test_the_plan_says_where_an_interrupted_epoch_goes_on(folder, capsys):
+def test_the_plan_says_where_an_interrupted_epoch_continues(folder, capsys):
     """At a row, at a batch, or at its beginning, with the reason."""
-    goes_on, begins = "goes on at the next", "begins again:"
+    continues, begins = "continues at the next", "starts again:"
     for number, (as_data, options, text) in enumerate(
         [
-            (None, {}, f"{goes_on} row"),
-            (as_shuffled, {}, f"{goes_on} batch"),
+            (None, {}, f"{continues} row"),
+            (as_shuffled, {}, f"{continues} batch"),
             (as_steady, {}, f"{begins} its data has no known position"),
             (as_unseeded, {}, f"{begins} its data has no known position"),
             (

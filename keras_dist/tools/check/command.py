@@ -28,7 +28,7 @@ def add_check(commands: argparse._SubParsersAction) -> None:
         help="test whether these machines are ready to train",
         description=(
             "Check the installation, start ranks as `run` does, and check their "
-            "devices, sums and a small training. Each check prints what was seen, and "
+            "devices, sums and a small training. Each check prints its result, and "
             "what to do if it failed. The exit code is 0 if none failed."
         ),
     )
@@ -42,7 +42,7 @@ def add_check(commands: argparse._SubParsersAction) -> None:
     env.set_defaults(run=lambda options: _run(options, None))
     for command in (check, env):
         command.add_argument(
-            "--json", metavar="FILE", help="write all results to this file, too"
+            "--json", metavar="FILE", help="also write all results to this file"
         )
 
 
