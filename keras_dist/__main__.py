@@ -53,8 +53,8 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
         description=(
             "Build Horovod for the TensorFlow that is installed in this environment, "
             "with Gloo, and with MPI and NCCL if they are found, in about two minutes "
-            "on two cores. --wheel-dir keeps what was built for the next time; "
-            "--find-links takes what somebody else has built."
+            "on two cores. --wheel-dir keeps the wheel for the next time; --find-links "
+            "installs a wheel that was built elsewhere."
         ),
     )
     command.add_argument(
@@ -76,14 +76,14 @@ def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--wheel-dir",
         metavar="DIR",
-        help="take the wheel in DIR that fits, without a compiler and a network; if "
-        "there is none, build it, and keep it there",
+        help="install a wheel from DIR that fits, without a compiler and a network; if "
+        "there is none, build one, and keep it there",
     )
     command.add_argument(
         "--find-links",
         metavar="DIR|URL",
-        help="take the wheel that fits from a folder, or from the address of a page of "
-        "links, as pip does; if there is none, build it",
+        help="install a wheel that fits from a folder or a page of links, as pip does; "
+        "if there is none, build one",
     )
     command.set_defaults(run=_install_horovod)
 
