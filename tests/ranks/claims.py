@@ -75,18 +75,12 @@ class OneProcess:
     """What plain Keras has trained on one process, known to all ranks.
 
     Args:
-        weights: Of the model, as arrays.
-        state: The same, and the state of all optimizers.
+        state: Weights of the model, and the state of all optimizers, as arrays.
         history: The logs.
     """
 
-    weights: list[Any]
     state: list[Any]
     history: dict[str, Any]
-
-    def get_weights(self):
-        """As of a model."""
-        return self.weights
 
 
 def train_on_one_process(train):
@@ -99,7 +93,7 @@ def train_on_one_process(train):
     def job():
         model, history = train()
         logs = getattr(history, "history", history)
-        return OneProcess(model.get_weights(), state_of(model), logs)
+        return OneProcess(state_of(model), logs)
 
     return distribute_jobs([job])[0]
 

@@ -182,21 +182,6 @@ def test_a_variable_with_a_gradient_on_one_rank_only(rows):
     raises_everywhere(ValueError, fit(model, *rows), text)
 
 
-def test_after_an_error_the_model_is_plain_and_trains(make_model, rows):
-    """Nothing of a failed fit is left on the model."""
-    model = make_model()
-    own = type(model), type(model.optimizer)
-
-    class Fails(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            raise KeyError("user error")
-
-    raises_everywhere(KeyError, fit(model, *rows, callbacks=[Fails()]))
-    assert (type(model), type(model.optimizer)) == own
-    keras_dist.dist_fit(model, *rows, verbose=0)
-    assert (type(model), type(model.optimizer)) == own
-
-
 @pytest.mark.several_ranks
 def test_a_data_set_that_was_cut_short_is_an_error(world, rows, make_model, tmp_path):
     """In training, validation and evaluation; its cache was written by a shorter one.

@@ -170,14 +170,6 @@ def test_collectives_work_in_a_graph():
     assert float(first[0]) == 0 and everyone.shape[0] in (None, hvd.size())
 
 
-def test_variables_are_broadcast():
-    """Those of Keras and of TensorFlow."""
-    variables = [keras.Variable([float(hvd.rank())]), tf.Variable(hvd.rank() + 5)]
-    hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
-    last = hvd.size() - 1
-    assert variables[0].numpy()[0] == last and variables[1].numpy() == last + 5
-
-
 @pytest.mark.several_ranks
 def test_a_mismatch_is_an_error_and_not_a_hang():
     """Different shapes, different collectives, different variables, different logs."""

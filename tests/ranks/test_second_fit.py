@@ -183,13 +183,6 @@ def test_a_complete_model_is_not_traced_to_be_built(rows):
     assert counts == [2 + 2, 2 + 2 + 2]
 
 
-def test_a_step_of_keras_is_traced_once():
-    """With the variables that it needs, of metrics and the optimizer, made before."""
-    model = make()
-    dist_fit(model, np.zeros((12, 5)), np.zeros((12, 1)))
-    assert len(model.optimizer.noted) == 4
-
-
 def test_no_data_outlives_a_fit(rows):
     """Neither training nor validation data, also where an evaluation comes between."""
     model, dead = make(), []

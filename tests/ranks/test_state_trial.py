@@ -136,14 +136,6 @@ def test_a_variable_outside_of_the_model_is_named(world):
     assert float(layer.held) == 3 and layer.queue.numpy().tolist() == [3, 5]
 
 
-def test_the_trial_changes_nothing(world):
-    """Metrics and state are of the steps alone."""
-    _, model = messages_of([Standardize("sum")], [PerBatch()])
-    layer = model.get_layer("standardize")
-    np.testing.assert_array_equal(layer.count, np.full(4, 40))
-    assert int(layer.steps) == 3
-
-
 def test_random_steps_are_not_blamed(world):
     """Two runs of the same batch differ, too."""
 
