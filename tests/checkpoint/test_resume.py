@@ -17,8 +17,8 @@ from keras_dist.checkpoint import EXIT_CODE
 NUM_ROWS = 101
 KILLS = int(os.environ.get("KILLS", "0"))
 
-# Functions of `resumable.py`, each of another kind of pipeline.
-PIPELINES = ["as_shuffled", "as_divided", "as_sequence"]
+# Of `resumable.KINDS`.
+PIPELINES = ["shuffled", "divided", "sequence"]
 
 
 def run(folder, number, ranks, end, *, is_equivalent=False, **options):
@@ -66,7 +66,7 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
     """SIGKILL to all ranks at random steps, SIGTERM to one: the results are equal."""
     options = {"save_steps": 2}
     options |= {} if as_data is None else {"as_data": as_data}
-    steps = -(-NUM_ROWS // (6 * ranks)) - (as_data == "as_shuffled")
+    steps = -(-NUM_ROWS // (6 * ranks)) - (as_data == "shuffled")
     choose = random.Random(ranks)
     count = KILLS or (2 if ranks == 2 else 1)
     updates = sorted(choose.sample(range(1, 3 * steps), min(count, 3 * steps - 1)))
@@ -87,7 +87,7 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
             for of_rank in rows[update].values()
             for row in of_rank
         ]
-        least = 6 * ranks * steps if as_data == "as_shuffled" else NUM_ROWS - ranks + 1
+        least = 6 * ranks * steps if as_data == "shuffled" else NUM_ROWS - ranks + 1
         assert len(set(read)) == len(read) >= least
 
 
@@ -141,7 +141,7 @@ def test_killed_processes_go_on_on_other_ranks(tmp_path, as_data):
     read = Counter(
         row for of_rank in steps for rows in of_rank.values() for row in rows
     )
-    if as_data == "as_shuffled":  # the last rows of each order are left out
+    if as_data == "shuffled":  # the last rows of each order are left out
         assert read.total() == 3 * 96 and max(read.values()) == 3
     else:
         assert read == dict.fromkeys(range(NUM_ROWS), 3)

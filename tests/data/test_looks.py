@@ -3,7 +3,7 @@
 import os
 import threading
 
-import keras
+import data_kinds
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,43 +18,17 @@ ROWS, BATCH, BATCHES = 36, 4, 9
 TIMES = int(os.environ.get("LOOKS", "4"))
 
 
-def numbers():
-    """The rows 0 to 35."""
-    return tf.data.Dataset.range(ROWS)
+WINDOWS = "windows of a time series"
+KINDS = ["batched", "shuffled", "zipped rows", "mapped", "interleaved", WINDOWS]
 
 
-def windows():
-    """36 windows of a time series, as Keras makes them."""
-    series = np.arange(ROWS + 3.0)
-    return keras.utils.timeseries_dataset_from_array(
-        series, series, 4, batch_size=BATCH
-    )
+def read_ahead(kind):
+    """Data with threads that are far ahead of a look, and may be cut short by it."""
+    x = np.arange(float(ROWS))
+    return data_kinds.BATCHES[kind](x, x, BATCH).prefetch(16)
 
 
-def interleaved():
-    """Rows of four sources in turn."""
-    return tf.data.Dataset.range(4).interleave(
-        lambda source: tf.data.Dataset.range(source * 9, source * 9 + 9),
-        cycle_length=4,
-        num_parallel_calls=2,
-    )
-
-
-# What keeps state, and may be cut short by a look: made once, and then ended by a cache
-# of its own for each try.
-PIPELINES = {
-    "batches": lambda: numbers().batch(BATCH),
-    "read ahead": lambda: numbers().batch(BATCH).prefetch(16),
-    "shuffled": lambda: numbers().shuffle(ROWS, seed=1).batch(BATCH).prefetch(2),
-    "zipped": lambda: (
-        tf.data.Dataset.zip((numbers(), numbers())).batch(BATCH).prefetch(16)
-    ),
-    "mapped in threads": lambda: (
-        numbers().map(lambda row: row * 2, tf.data.AUTOTUNE).batch(BATCH).prefetch(4)
-    ),
-    "interleaved": lambda: interleaved().batch(BATCH).prefetch(2),
-    "windows of a time series": windows,
-}
+# A cache of its own for each try.
 ENDS = {
     "cached in memory": lambda dataset, path: dataset.cache(),
     "cached in a file": lambda dataset, path: dataset.cache(path),
@@ -68,8 +42,8 @@ ENDS = {
         dataset.unbatch().cache().shuffle(8, seed=1).batch(BATCH).prefetch(1)
     ),
 }
-CASES = [(name, "cached in memory") for name in PIPELINES]
-CASES += [("windows of a time series", end) for end in ENDS if "memory" not in end]
+CASES = [(kind, "cached in memory") for kind in KINDS]
+CASES += [(WINDOWS, end) for end in ENDS if "memory" not in end]
 
 
 def count(dataset):
@@ -86,10 +60,10 @@ def count(dataset):
     return [int(number) for number in dataset.reduce((zero, zero), add)]
 
 
-@pytest.mark.parametrize(("name", "end"), CASES)
-def test_a_look_changes_nothing(name, end, tmp_path):
+@pytest.mark.parametrize(("kind", "end"), CASES)
+def test_a_look_changes_nothing(kind, end, tmp_path):
     """Each pipeline many times: afterwards, a pass has all of its batches."""
-    pipeline = PIPELINES[name]()
+    pipeline = read_ahead(kind)
     for number in range(TIMES):
         dataset = ENDS[end](pipeline, str(tmp_path / str(number)))
         source = Source(dataset)
@@ -100,7 +74,7 @@ def test_a_look_changes_nothing(name, end, tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_pass_of_one_rank_reads_all(size):
     """Even if only its own steps are read, as by Keras; in validation too."""
-    pipeline = windows()
+    pipeline = read_ahead(WINDOWS)
     for number in range(max(2, TIMES // 20)):
         dataset = pipeline.cache()
         for rank in range(size):

@@ -6,7 +6,7 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
-from data_kinds import Sequence, WithoutLength, kept, unchanged
+from data_kinds import Sequence, WithoutLength, kept, slices, unchanged
 from models import vectors
 
 import keras_dist
@@ -109,47 +109,13 @@ def make_model(seed, *, is_equivalent=False, is_small=False):
     return model
 
 
-def as_sequence(x, y):
-    """Rows in batches of six."""
-    return Sequence(x, y, [6])
-
-
-def as_dataset(x, y):
-    """Rows in batches of six, the last ones left out."""
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(6, drop_remainder=True)
-
-
 def shuffled_rows(x, y, prepare=lambda rows: rows):
     """Rows that are prepared, and then shuffled anew for each pass."""
     tf.random.set_seed(5)  # a part of the seeds of a shuffle
-    rows = tf.data.Dataset.from_tensor_slices((x, y))
-    return prepare(rows).shuffle(50, seed=4)
+    return prepare(slices((x, y))).shuffle(50, seed=4)
 
 
-def as_shuffled(x, y):
-    """Shuffled rows in batches of six, the last ones left out."""
-    rows = shuffled_rows(x, y, tf.data.Dataset.cache)
-    return rows.batch(6, drop_remainder=True)
-
-
-def as_shuffled_unevenly(x, y):
-    """The same with the last rows, of which it shows late what the ranks make."""
-    return shuffled_rows(x, y).batch(6)
-
-
-def as_divided(x, y):
-    """Rows that are shuffled anew for each pass before each rank divides them."""
-    rows = shuffled_rows(x, y).apply(keras_dist.shard(6))
-    return rows.map(unchanged).batch(6)
-
-
-def as_filtered(x, y):
-    """Rows in batches of six of unknown number, shuffled anew for each pass."""
-    rows = shuffled_rows(x, y, lambda rows: rows.filter(kept))
-    return rows.batch(6).prefetch(2)
-
-
-def as_files(x, y):
+def files(x, y):
     """Rows of records in three files, in turn; a `map` draws random numbers."""
     tf.random.set_seed(5)
     folder = tempfile.mkdtemp()
@@ -163,35 +129,50 @@ def as_files(x, y):
         row = tf.ensure_shape(tf.io.parse_tensor(record, tf.float32), [x.shape[1] + 1])
         return row[:-1] + 0 * tf.random.uniform([]), row[-1]
 
-    files = tf.data.Dataset.from_tensor_slices(names)
-    records = files.interleave(
+    records = slices(names).interleave(
         tf.data.TFRecordDataset, cycle_length=3, num_parallel_calls=2
     )
     return records.map(decoded, num_parallel_calls=2).shuffle(9, seed=2).batch(6)
 
 
-def as_unseeded(x, y):
-    """Rows that are shuffled without a seed, in batches of six of known number."""
+def unseeded(x, y):
+    """Rows that are shuffled without a seed, in batches of known number."""
     tf.random.set_seed(None)
-    return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50).batch(6).prefetch(2)
+    return slices((x, y)).shuffle(50).batch(6).prefetch(2)
 
 
-def as_cached(x, y):
-    """Rows that have the order of the first pass in all passes."""
-    return (
-        shuffled_rows(x, y).cache().batch(6)
-    )  # whose last one completes the cache, in Keras, too
-
-
-def as_steady(x, y):
-    """Rows in batches of six, the same in each pass; nothing says where it is."""
-    return WithoutLength(x, y, 6)
-
-
-def as_own(x, y):
-    """A part of the rows for each rank."""
+def rank_rows(x, y):
+    """A part of the rows for each rank, as "steady"."""
     own = slice(keras_dist.rank(), 6 * 15, keras_dist.size())
-    return as_steady(x[own], y[own])
+    return WithoutLength(x[own], y[own], 6)
+
+
+# Makes data in batches of six of rows of `x` and `y`.
+KINDS = {
+    "sequence": lambda x, y: Sequence(x, y, [6]),
+    # The last rows are left out, here and in the next one.
+    "data set": lambda x, y: slices((x, y)).batch(6, drop_remainder=True),
+    "shuffled": lambda x, y: shuffled_rows(x, y, tf.data.Dataset.cache).batch(
+        6, drop_remainder=True
+    ),
+    # With the last rows, of which it shows late what the ranks make.
+    "shuffled unevenly": lambda x, y: shuffled_rows(x, y).batch(6),
+    # Each rank divides rows that are shuffled anew for each pass.
+    "divided": lambda x, y: (
+        shuffled_rows(x, y).apply(keras_dist.shard(6)).map(unchanged).batch(6)
+    ),
+    # Of unknown number.
+    "filtered": lambda x, y: (
+        shuffled_rows(x, y, lambda rows: rows.filter(kept)).batch(6).prefetch(2)
+    ),
+    "files": files,
+    "unseeded": unseeded,
+    # All passes have the order of the first one, whose last batch completes the cache.
+    "cached": lambda x, y: shuffled_rows(x, y).cache().batch(6),
+    # The same in each pass; nothing says where it is.
+    "steady": lambda x, y: WithoutLength(x, y, 6),
+    "rows of a rank": rank_rows,
+}
 
 
 def train(
@@ -216,7 +197,7 @@ def train(
         die: Ends the training on this rank.
         is_equivalent: As in `make_model`.
         is_small: As there; and the training is not validated.
-        as_data: Makes data of another kind of the arrays.
+        as_data: Key of `KINDS`; `None` for arrays.
         **options: Of `dist_fit`.
     """
     is_resumed = folder is not None and glob.glob(f"{folder}/checkpoint-*")
@@ -235,7 +216,7 @@ def train(
         )
     given |= {"resume": folder} | options
     if as_data is not None:
-        x, y = as_data(x, y), None
+        x, y = KINDS[as_data](x, y), None
         del given["batch_size"]
     history = keras_dist.dist_fit(model, x, y, callbacks=callbacks, **given)
     return state_of(model, is_equivalent), history

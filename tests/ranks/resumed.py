@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import resumable
 from resumable import train, values_of
 
 import keras_dist
@@ -34,8 +33,6 @@ def main(given):
     kind, updates = given["end"] or (None, None)
     part = f"{given['launch']}.{keras_dist.rank()}"
     options = {"is_equivalent": given["is_equivalent"], **given["options"]}
-    if "as_data" in options:
-        options["as_data"] = getattr(resumable, options["as_data"])
 
     def trained(name, **more):
         with open(folder / f"{name}.rows.{part}", "w") as file:

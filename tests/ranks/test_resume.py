@@ -22,17 +22,6 @@ from models import make_compiled
 from resumable import (
     NUM_ROWS,
     Dies,
-    as_cached,
-    as_dataset,
-    as_divided,
-    as_files,
-    as_filtered,
-    as_own,
-    as_sequence,
-    as_shuffled,
-    as_shuffled_unevenly,
-    as_steady,
-    as_unseeded,
     make_model,
     rows_of_all,
     state_of,
@@ -139,8 +128,7 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
 
 
 @pytest.mark.parametrize(
-    "as_data",
-    shortened([as_dataset, as_shuffled, as_sequence], {as_shuffled}),
+    "as_data", shortened(["data set", "shuffled", "sequence"], {"shuffled"})
 )
 def test_data_in_batches_resumes_where_it_was(folder, as_data):
     """At a batch: none before it is read again, and none is left out."""
@@ -158,12 +146,12 @@ def test_data_in_batches_resumes_where_it_was(folder, as_data):
 @slow_on_three
 @pytest.mark.parametrize(
     "as_data",
-    shortened([as_steady, as_own, as_files, as_divided], {as_files, as_divided}),
+    shortened(["steady", "rows of a rank", "files", "divided"], {"files", "divided"}),
 )
 def test_an_epoch_of_data_without_a_position_begins_again(folder, as_data):
     """From the end of the epoch before, to the bit: `save_steps` saves none within."""
     options = {"as_data": as_data, "is_small": True, "save_steps": 1}
-    options |= {"shard": "none"} if as_data is as_own else {}
+    options |= {"shard": "none"} if as_data == "rows of a rank" else {}
     whole, resumed, _ = end_and_resume(folder, 3, **options)
     steps = len(whole[0]) // 3
     assert sorted(resumed[0]) == list(range(steps, 3 * steps))
@@ -173,7 +161,7 @@ def test_an_epoch_of_data_without_a_position_begins_again(folder, as_data):
 
 @pytest.mark.parametrize(
     "as_data",
-    shortened([as_shuffled_unevenly, as_filtered, as_cached], {as_shuffled_unevenly}),
+    shortened(["shuffled unevenly", "filtered", "cached"], {"shuffled unevenly"}),
 )
 def test_a_resume_does_not_change_the_order_of_passes(folder, as_data):
     """Checkpoints change nothing, also where one is that of the end of an epoch."""
@@ -228,17 +216,17 @@ def test_the_plan_says_where_an_interrupted_epoch_continues(folder, capsys):
     for number, (as_data, options, text) in enumerate(
         [
             (None, {}, f"{continues} row"),
-            (as_shuffled, {}, f"{continues} batch"),
-            (as_steady, {}, f"{begins} its data has no known position"),
-            (as_unseeded, {}, f"{begins} its data has no known position"),
+            ("shuffled", {}, f"{continues} batch"),
+            ("steady", {}, f"{begins} its data has no known position"),
+            ("unseeded", {}, f"{begins} its data has no known position"),
             (
-                as_sequence,
+                "sequence",
                 {"steps_per_epoch": 4},
                 f"{begins} `steps_per_epoch` with batches",
             ),
         ]
     ):
-        if as_data is as_steady and keras_dist.size() == 1:
+        if as_data == "steady" and keras_dist.size() == 1:
             continue  # Keras does not take it
         options = options | {"is_small": True, "epochs": 1, "verbose": 2}
         saw = {}.__setitem__
