@@ -1,4 +1,4 @@
-"""What more ranks cost a fit at its start: seconds, collectives and bytes.
+"""Measure how a fit starts on more ranks: seconds, collectives and bytes.
 
     python benchmarks/growth_start.py
 
@@ -23,19 +23,23 @@ _PAGE = """# The start of a fit
 
 Written by `benchmarks/growth_start.py`; do not edit. A fit of one layer, one epoch of
 two steps, on {cores} cores. Seconds from the command to the end of the first step, on
-the slowest rank, medians of {rounds} starts in turn: plain Keras, started by `python`,
-{plain:.1f} s; two ranks of `horovodrun` {horovodrun:.1f} s; two ranks of
-`keras-dist run` {ours:.1f} s, {ratio:.2f} × plain Keras.
+the slowest rank, as medians of {rounds} starts in turn:
 
-More ranks of `keras-dist run`, seconds since the command, and the collectives of the
-first rank from the start to the end of the fit, with the bytes that it hands to them:
+| start | seconds |
+|---|---|
+| plain Keras, by `python` | {plain:.1f} |
+| two ranks of `horovodrun` | {horovodrun:.1f} |
+| two ranks of `keras-dist run` | {ours:.1f} ({ratio:.2f} × plain Keras) |
+
+With more ranks of `keras-dist run`: seconds since the command, and how many collectives
+and bytes the first rank sends in the whole fit:
 
 | ranks | import | connect | first step | fit | collectives | bytes |
 |---|---|---|---|---|---|---|
 {rows}
 
-In a step there is no gather and no Python object of another rank: gradients, stop
-requests and numbers of rows are sums.
+A step of this model gathers nothing and sends no Python objects: gradients, stop
+requests and row counts are summed.
 """
 
 

@@ -39,16 +39,14 @@ Rates = Mapping[str, Mapping[str, Sequence[float]]]
 _HEAD = """# Performance
 
 Written by `make bench`; do not edit. Rows per second of all ranks together, on {ranks}
-ranks of {cores} cores ({machine}, no GPU), each rank with its share of the threads:
-medians of {rounds} rounds (smallest to largest), in which all stacks took turns, in
-another order each time. Images of 28 × 28 random
-numbers, 128 rows a batch and rank, SGD with momentum.
-The measurement took {minutes:.0f} minutes.
+ranks of {cores} cores ({machine}, no GPU); each rank has its share of the threads.
+Medians of {rounds} rounds (smallest to largest). In each round all systems took turns,
+in a different order. The input is random images of 28 × 28 pixels, with 128 rows a batch
+and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
 
-The ceiling is the same processes with the averaging left out: plain training on each
-rank's rows, epoch by epoch in turn with the other. Shares are taken within each round,
-and are medians too. What is timed are the steps within an epoch, from the end of its
-first one; the first epoch does not count. "One
+The ceiling is the same processes without averaging: plain training on each rank's rows,
+alternating with our training, epoch by epoch. Each share is the median of the shares of
+all rounds. The first epoch does not count, nor does the first step of an epoch. "One
 process" is plain `model.fit` with all cores. Our ranks communicate over Gloo.
 
 ![Rows per second beside the ceiling](performance.png)
@@ -120,12 +118,17 @@ def _table(found: Mapping[str, Sequence[float]]) -> str:
     return "\n".join(lines)
 
 
-_SAME_BATCH = """256 rows, and the script of one process: two ranks by
-`batch="global"`, each of which computes 128; in one process, with all cores, plain
-`model.fit`, `MirroredStrategy` on two logical devices, and `keras.distribution` on two
-devices of JAX, which compiles the step; on two processes, each given its half of the
-rows, `keras.distribution` on keras-nightly's torch backend. Rows per second, and in
-brackets the ratio to plain `model.fit` in the same round. –: the process ended.
+_SAME_BATCH = """The global batch has 256 rows, and the script is written for one process:
+
+- keras_dist: two ranks with `batch="global"`, 128 rows each
+- one process, with all cores: plain `model.fit`
+- `MirroredStrategy`: one process with two logical devices
+- `keras.distribution` on JAX, which compiles the step: one process with two devices
+- `keras.distribution` on keras-nightly's torch backend: two processes, each given its
+  half of the rows
+
+Rows per second, and in brackets the ratio to plain `model.fit` in the same round. –: the
+process ended.
 """
 
 
@@ -157,7 +160,7 @@ def _goals(rates: Rates) -> str:
         peers = [peer for peer in PEERS if peer in found]
         if model == "wide_resnet":
             best = max(ratio(found, p, ceiling_of(p)).median for p in peers)
-            words = f"{name}: highest share, best peer {best:.2f}"
+            words = f"{name}: highest share of its ceiling, best peer {best:.2f}"
             line(words, share, share >= best)
             continue
         peer = max(peers, key=lambda p: statistics.median(found[p]))
@@ -170,16 +173,16 @@ def _costs(
     costs: Mapping[str, Mapping[str, Sequence[float]]], one_rank: Mapping[str, float]
 ) -> str:
     lines = [
-        f"Processes of their own, in turn, after all others. The MLP has {GRADIENTS} "
-        "MiB of gradients.",
+        "Measured in separate processes, in turn, after all others. The MLP has "
+        f"{GRADIENTS} MiB of gradients.",
         "",
-        "| of a rank | ranks | `dist_fit` | plain `model.fit` | more |",
+        "| for each rank | ranks | `dist_fit` | plain `model.fit` | difference |",
         "|---|---|---|---|---|",
     ]
     more = {}
     for what, unit in (
-        ("memory", "MiB at most"),
-        ("first step", "s to the first step"),
+        ("memory", "peak memory, MiB"),
+        ("first step", "seconds to the first step"),
     ):
         for ranks in (1, 2):
             ours, plain = (
@@ -198,13 +201,13 @@ def _costs(
         f"| {goal} | {measured} | {'met' if is_met else 'NOT met'} |"
         for goal, measured, is_met in (
             (
-                f"one rank: at most {STEP_GOAL:.0%} more a step of the small CNN",
-                f"{share:.2%} ({one_rank['added'] * 1e6:+.0f} µs of the processor)",
+                f"one rank: at most {STEP_GOAL:.0%} more per step of the small CNN",
+                f"{share:.2%} ({one_rank['added'] * 1e6:+.0f} µs of CPU time)",
                 share <= STEP_GOAL,
             ),
             *(
                 (
-                    f"{_ranks(ranks)}: at most {goal} s more to the first step",
+                    f"{_ranks(ranks)}: first step at most {goal} s later",
                     f"{more['first step', ranks]:.1f} s",
                     more["first step", ranks] <= goal,
                 )

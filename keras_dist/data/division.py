@@ -274,18 +274,18 @@ class Division:
         """Raise a `ValueError` if a training had other data before."""
         if before["items"] != self.total:
             raise ValueError(
-                "The training cannot go on in the middle of an epoch with other data. "
-                f"Received: {self.total} {self.unit}, and a checkpoint of a training "
-                f"with {before['items']} rows or batches. Pass the same data, or an "
-                "empty folder."
+                "The training cannot continue in the middle of an epoch with other "
+                f"data. Received: {self.total} {self.unit}, and a checkpoint of a "
+                f"training with {before['items']} rows or batches. Pass the same data, "
+                "or an empty folder."
             )
         seeds = before["seeds"]
         seeds = seeds and [tuple(pair) for pair in seeds]  # lists, in a checkpoint
         if seeds != self.seeds:
             raise ValueError(
-                "The training cannot go on in the middle of an epoch in another order "
-                "of the data: rows would come twice. Received: shuffles with the seeds "
-                f"{self.seeds or 'none'}, and {seeds or 'none'} in the checkpoint. Set "
-                "the same seeds as before (`shuffle(seed=…)`, "
+                "The training cannot continue in the middle of an epoch if the data "
+                "comes in another order: rows would come twice. Received: shuffles "
+                f"with the seeds {self.seeds or 'none'}, and {seeds or 'none'} in the "
+                "checkpoint. Set the same seeds as before (`shuffle(seed=…)`, "
                 "keras.utils.set_random_seed), or pass an empty folder."
             )

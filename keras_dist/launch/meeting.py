@@ -95,9 +95,9 @@ class Meeting:
                 raise Interrupted(self._stopped[0])
             if self._client.is_refused:
                 raise ValueError(
-                    "The first host refuses this one. Received: another secret than "
-                    f"that of the job at {self._meeting}. Give all hosts the same "
-                    "KERAS_DIST_SECRET."
+                    "The first host refuses this one. Received: a secret that differs "
+                    f"from the secret of the job at {self._meeting}. Give all hosts "
+                    "the same KERAS_DIST_SECRET."
                 )
             if time.monotonic() > end:
                 raise ValueError(
@@ -180,8 +180,8 @@ class Meeting:
             )
             if now - begin > self._timeout:
                 raise TimeoutError(
-                    f"Not all {self._kind}s have come within {self._timeout:g} s. "
-                    f"Received: {text}. Their own output has the cause; each has to "
+                    f"Not all {self._kind}s have arrived within {self._timeout:g} s. "
+                    f"Received: {text}. Their own output shows the cause; each has to "
                     f"be started, and to reach {self._meeting}."
                 )
             if now - said > _SAY_SECONDS:
@@ -192,9 +192,9 @@ class Meeting:
             for number, (host, _, others, *_) in enumerate(members):
                 if others != facts:
                     raise ValueError(
-                        f"The {self._kind}s do not agree on their number and on the "
-                        f"version of keras_dist. Received: {others} of {self._kind} "
-                        f"{number} on {host}, and {facts} of the first one."
+                        f"The {self._kind}s disagree on their number, or on the "
+                        f"version of keras_dist. Received: {others} from {self._kind} "
+                        f"{number} on {host}, and {facts} from the first one."
                     )
             ids = [member[1] for member in members]
             ways = [member[3] for member in members if not is_loopback(member[3])]
@@ -264,8 +264,8 @@ class Meeting:
                 raise ValueError(
                     f"The first {self._kind} was lost, and the job ends with it. "
                     f"Received: no answer from {self._meeting} for "
-                    f"{LOST_SECONDS:g} s. If its own output has no cause, start the "
-                    "job again; with `resume=` it goes on."
+                    f"{LOST_SECONDS:g} s. If its own output shows no cause, start the "
+                    "job again; with `resume=` it continues."
                 )
             look()
             is_sent = is_sent or self._put(own, value)

@@ -127,9 +127,9 @@ def _wait(
         if begin and time.monotonic() - begin > _TOGETHER_SECONDS:
             host, code = next(iter(codes.items()))
             print_message(
-                f"keras-dist: the command on {host} has ended alone, or the connection "
-                f"to it was lost: exit code {code}. The commands on the other hosts "
-                "are ended."
+                f"keras-dist: the command on {host} ended before the others, or the "
+                f"connection to it was lost: exit code {code}. The commands on the "
+                "other hosts are ended, too."
             )
             return code or 1
 

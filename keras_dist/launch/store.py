@@ -134,8 +134,8 @@ class Store(ThreadingTCPServer):
                 f"The job's store cannot listen at {address}:{port}. Received: "
                 f"{error}. Another program may use the port: start the job again, or "
                 "name another port on all hosts (--rdzv, MASTER_PORT, TF_CONFIG, "
-                "KERAS_DIST_RDZV; that of srun follows from the numbers of job and "
-                "step)."
+                "KERAS_DIST_RDZV; under srun, the port follows from the numbers of "
+                "job and step)."
             ) from error
         # The address and port at which this host reaches it.
         self.address = found or LOOPBACK

@@ -107,8 +107,9 @@ def warn_about_states(differences: Sequence[StateDifference]) -> None:
     if not differences or comm.rank() > 0:
         return
     warn(
-        "The first batch was tried whole and in two parts, as two ranks have them. N "
-        f"ranks give other values than one process. {' '.join(describe(differences))}"
+        "The first batch was tried as a whole and in two parts, as on two ranks. N "
+        "ranks give other values than one process. "
+        f"{' '.join(describe(differences))}"
     )
 
 

@@ -89,9 +89,9 @@ def test_nothing_is_left_where_a_command_or_the_launcher_is_killed(net, shared, 
         number = {"a": -signal.SIGKILL, "b": 255}[killed]  # a is here, b behind ssh
         assert code == number % 256 and seconds < 15
         assert lines == [
-            f"keras-dist: the command on {killed} has ended alone, or the connection "
-            f"to it was lost: exit code {number}. The commands on the other hosts are "
-            "ended."
+            f"keras-dist: the command on {killed} ended before the others, or the "
+            f"connection to it was lost: exit code {number}. The commands on the "
+            "other hosts are ended, too."
         ]
     else:
         net.signal_command(process, signal.SIGKILL)
@@ -129,10 +129,11 @@ def test_a_host_that_is_lost_or_behind_a_firewall_is_named(net, shared):
     assert code == 1 and time.monotonic() - started < 40
     lines = [line for line in lines if "waiting" not in line]
     assert "f cannot reach 10.77.0.5:" in lines[0], lines
-    assert lines[1].startswith("keras-dist: the command on f has ended alone"), lines
+    early = "keras-dist: the command on {} ended before the others"
+    assert lines[1].startswith(early.format("f")), lines
     code, lines, _ = ended(shut)
     assert code == 255
-    assert lines[0].startswith("keras-dist: the command on d has ended alone"), lines
+    assert lines[0].startswith(early.format("d")), lines
     assert outage.poll() is None and net.processes("h", STUB)
 
 

@@ -23,25 +23,25 @@ Written by `make equivalence`, with {versions}, Horovod over Gloo, on CPUs.
 
 Each case trains for two epochs: on one process with the global batch, by plain
 `keras.Model.fit` with the learning rate multiplied by hand, and by `dist_fit` on 2 and
-on 3 ranks. In the columns `batch="global"` the ranks share batches that do not divide
-evenly among them, and the script of one process is the same but for `fit`. The numbers
-are the largest differences of any weight and any part of the optimizer's state,
-relative to the largest value of its tensor. After each case all ranks held the same
-bits.
+on 3 ranks. In the columns `batch="global"`, the ranks share batches that do not divide
+evenly among them, and the script for one process differs only in the call of `fit`. The
+numbers are the largest difference of any weight or any part of the optimizer's state,
+relative to the largest value in its tensor. After each case, all ranks were bitwise
+identical.
 
-The tolerance is 1.0e-05, or the number in brackets. With a * both are of float64: the
-optimizer amplifies rounding errors (by a sign, or a division by a small moment). In
-float16, bfloat16 and with compression, the tolerance is a few roundings of a number.
+The tolerance is 1.0e-05, or the number in brackets. With a *, both are from a run in
+float64: in float32, the optimizer amplifies rounding errors (by a sign, or a division by
+a small moment) beyond the tolerance. In float16, bfloat16 and with compression, the
+tolerance is a few roundings of a number.
 """
 
 _WAYS = """## Ways to train that keras.io shows
 
-Small models of `tests/ranks/keras_ways/`, each trained as an example or a guide of
-Keras trains its own: by plain `fit` on one process with the global batch, and by
-`dist_fit` at the same learning rate, in float64. All weights, the state of the
-optimizers and the logs are compared. The tolerance is 1e-10; where a name has a *,
-Keras itself computes a part in float32, and it is 1e-5. After each training all ranks
-held the same bits.
+Small models in `tests/ranks/keras_ways/`, each trained like an example or a guide of
+Keras: by plain `fit` on one process with the global batch, and by `dist_fit` at the same
+learning rate, in float64. All weights, the state of the optimizers and the logs are
+compared. The tolerance is 1e-10; for a name with a *, Keras computes a part in float32,
+and the tolerance is 1e-5. After each training, all ranks were bitwise identical.
 """
 
 

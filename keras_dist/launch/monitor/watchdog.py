@@ -188,7 +188,7 @@ class Watchdog(threading.Thread):
         for rank, status in sorted(statuses.items()):
             group = "Waiting", status["position"] if status else ""
             if status is None or self._is_silent(rank, now):
-                group = _MISSING, "it does not answer"
+                group = _MISSING, "it does not respond"
             elif status["code"]:
                 group = _MISSING, f"{status['position']}, {status['code']}"
             groups.setdefault(group, []).append(rank)
