@@ -41,8 +41,8 @@ _HEAD = """# Performance
 Written by `make bench`; do not edit. Rows per second of all ranks together, on {ranks}
 ranks of {cores} cores ({machine}, no GPU); each rank has its share of the threads.
 Medians of {rounds} rounds (smallest to largest). In each round all systems took turns,
-in a different order. The input is random images of 28 × 28 pixels, with 128 rows a batch
-and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
+in a different order. The input is random images of 28 × 28 pixels, with 128 rows per
+batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
 
 The ceiling is the same processes without averaging: plain training on each rank's rows,
 alternating with our training, epoch by epoch. Each share is the median of the shares of
@@ -118,17 +118,17 @@ def _table(found: Mapping[str, Sequence[float]]) -> str:
     return "\n".join(lines)
 
 
-_SAME_BATCH = """The global batch has 256 rows, and the script is written for one process:
+_SAME_BATCH = """The global batch has 256 rows; the script is for one process:
 
 - keras_dist: two ranks with `batch="global"`, 128 rows each
 - one process, with all cores: plain `model.fit`
 - `MirroredStrategy`: one process with two logical devices
 - `keras.distribution` on JAX, which compiles the step: one process with two devices
-- `keras.distribution` on keras-nightly's torch backend: two processes, each given its
-  half of the rows
+- `keras.distribution` on keras-nightly's torch backend: two processes, each given half
+  of the rows
 
-Rows per second, and in brackets the ratio to plain `model.fit` in the same round. –: the
-process ended.
+Rows per second, and in brackets the ratio to plain `model.fit` in the same round. –:
+the process ended.
 """
 
 

@@ -46,27 +46,27 @@ def distribute(
 ) -> contextlib.AbstractContextManager[Any]:
     """Let `fit`, `evaluate` and `predict` of every Keras model use all ranks.
 
-    From this call on, or inside of `with distribute():`, also those that a package
-    calls. On one process nothing is changed. `keras-dist run --distribute script.py`
-    calls it before the first line of a script, `import keras_dist` does where the
+    This applies from the call on, or inside `with distribute():`, and includes calls by
+    packages. On one process, nothing changes. `keras-dist run --distribute script.py`
+    calls this before the first line of the script; `import keras_dist` calls it if the
     environment variable `KERAS_DIST` is `global` or `rank`.
 
-    With the variable `KERAS_DIST_RESUME=folder` each fit resumes from a folder of its
-    own in it, by its number in the script.
+    With the variable `KERAS_DIST_RESUME=folder`, the k-th fit of the script resumes
+    from the subfolder `fit_k`.
 
     Args:
         batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
-            shard, save_steps, save_seconds: See `dist_fit`. Here `batch` is `"global"`
-            unless you say otherwise: a script for one process gives its model.
+            shard, save_steps, save_seconds: See `dist_fit`. Here the default of `batch`
+            is `"global"`, so a script for one process gives the same model.
 
     Returns:
-        A context manager that ends it. You need not use it.
+        A context manager that undoes the change when it exits. Using it is optional.
 
     Raises:
         ValueError: If `batch` is unknown.
-        RuntimeError: Later, on several ranks: by `train_on_batch`, `test_on_batch` and
-            `optimizer.apply` in a loop of your own, which `DistributedOptimizer` is
-            for; or if some ranks call another method than the others.
+        RuntimeError: Later, on several ranks: if `train_on_batch`, `test_on_batch`, or
+            `optimizer.apply` in your own loop is called without a
+            `DistributedOptimizer`; or if the ranks call different methods.
 
     Example:
 

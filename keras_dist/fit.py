@@ -72,23 +72,23 @@ def dist_fit(
     """Train `model` on all ranks as `model.fit` trains it on one process.
 
     Every rank calls this with the same arguments. Gradients are averaged over the
-    ranks before each update, so that all ranks hold the same weights at all times:
-    what one process gives with the global batch: `batch_size` × ranks, or `batch_size`
-    itself with `batch="global"`. When it returns, the model is a plain Keras model
-    again.
+    ranks before each update, so all ranks hold the same weights at all times: the
+    weights of one process that trains with the global batch. The global batch is
+    `batch_size` × ranks, or `batch_size` itself with `batch="global"`. When this
+    returns, the model is a plain Keras model again.
 
     Args:
         model: A compiled `keras.Model`.
         x, y, batch_size, epochs, verbose, callbacks, validation_split,
             validation_data, shuffle, class_weight, sample_weight, initial_epoch,
             steps_per_epoch, validation_steps, validation_batch_size,
-            validation_freq: As in `keras.Model.fit`. Steps are as in a script for
-            one process. Callbacks that write files run on the first rank only.
-        batch: `"rank"`: `batch_size`, and a batch of a data set, a sequence or a
-            generator, is the batch of one rank. N ranks train on N of them in a step,
-            and rates and steps are scaled. `"global"`: it is the batch of all ranks
-            together, of which each computes its rows, and nothing is scaled: the script
-            gives the model that `model.fit` gives.
+            validation_freq: As in `keras.Model.fit`. Pass steps as for one process.
+            Keras's callbacks that write files run on the first rank only.
+        batch: `"rank"`: `batch_size`, or a batch of a data set, sequence or generator,
+            is the batch of one rank. N ranks train on N batches per step, and rates and
+            steps are scaled. `"global"`: it is the batch of all ranks together; each
+            rank computes its share of the rows, and nothing is scaled. The result is
+            the model that `model.fit` gives.
         lr_scaling: Factor on the learning rate: `"linear"` (the number of ranks),
             `"sqrt"` (its square root), `"none"`, a positive number, or a function of
             the number of ranks. `"auto"`: linear, or none with `batch="global"`.
@@ -96,20 +96,20 @@ def dist_fit(
         steps_scaling: Rule for `steps_per_epoch`: `"divide"` by the number of ranks,
             rounded up, or `"none"`. With `"divide"`, a `LearningRateSchedule` is read
             at step × size. `"auto"`: divide, or none with `batch="global"`.
-        validation_steps_scaling: As `steps_scaling`, for `validation_steps`.
-        shard: `"auto"`: arrays are sharded by row; data that comes in batches is
-            sharded by batch if all ranks have the same batches. `"none"`: you have
-            split all data. `"first"`: the first rank reads such data, and sends every
-            batch to all ranks, for a loader that you cannot give a seed.
-        target_accuracy: Stop when `val_accuracy` has reached it: adds
+        validation_steps_scaling: Like `steps_scaling`, for `validation_steps`.
+        shard: `"auto"`: arrays are sharded by row; data in batches is sharded by batch
+            if all ranks have the same batches. `"none"`: you have already split all
+            data. `"first"`: the first rank reads data in batches, and sends every batch
+            to all ranks; use this for a loader that cannot be seeded.
+        target_accuracy: Stop when `val_accuracy` reaches this value: adds
             `StopAtAccuracy(target_accuracy)`.
-        resume: A folder for checkpoints, which all hosts share. The same command
-            continues from the last one, also in the middle of an epoch and with another
-            number of ranks. After SIGTERM on any rank, all ranks save and exit with
-            code 75.
-        save_steps, save_seconds: With `resume`, the steps or seconds from checkpoint to
-            checkpoint within an epoch; `None` turns this count off. There is always a
-            checkpoint at the end of an epoch.
+        resume: A folder for checkpoints, shared by all hosts. The same command
+            continues from the last checkpoint, also in the middle of an epoch and on
+            another number of ranks. After SIGTERM on any rank, all ranks save and exit
+            with code 75.
+        save_steps, save_seconds: With `resume`, the steps or seconds between
+            checkpoints within an epoch; `None` turns the trigger off. The end of each
+            epoch is always saved.
 
     Returns:
         The `History` of the fit, the same on every rank.
@@ -118,7 +118,7 @@ def dist_fit(
         TypeError: If `model` is not a Keras model.
         ValueError: On all ranks, if an argument is invalid, or if models, rows or
             steps differ between the ranks.
-        RuntimeError: If a launcher started this process and Horovod is unusable, or
+        RuntimeError: If a launcher started this process but Horovod cannot be used, or
             if another rank's data raised an error.
 
     Example:
@@ -415,7 +415,7 @@ class DistributedModel:
         model: A `keras.Model`.
         batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
             shard, target_accuracy, resume, save_steps,
-            save_seconds: Defaults for these arguments of `fit`: see `dist_fit`.
+            save_seconds: Defaults for these arguments of `fit`. See `dist_fit`.
 
     Raises:
         TypeError: If an option is unknown.
@@ -437,7 +437,7 @@ class DistributedModel:
 
     @_with_arguments_of(dist_fit)
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
-        """Train as `dist_fit`, with all of its arguments but `model`.
+        """Train as `dist_fit` does, with the same arguments except `model`.
 
         Returns:
             The `History` of the fit, the same on every rank.
@@ -455,16 +455,15 @@ class DistributedModel:
         callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
-        """Evaluate as `keras.Model.evaluate`: each row on one rank, exact metrics.
+        """Evaluate each row on one rank, and return the metrics of all rows.
 
         Data is sharded as in `dist_fit`.
 
         Args:
             x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict: As
-                in `keras.Model.evaluate`. `batch_size` is the batch of one rank;
-                `steps` are one process's, to which `validation_steps_scaling`
-                is applied. Only the first rank prints, and runs callbacks that write
-                files.
+                in `keras.Model.evaluate`. `batch_size` is the batch of one rank. Pass
+                `steps` as for one process; `validation_steps_scaling` is applied. Only
+                the first rank prints and runs Keras's callbacks that write files.
 
         Returns:
             What `keras.Model.evaluate` returns for all rows, the same on every rank.
@@ -499,21 +498,22 @@ class DistributedModel:
         *,
         gather: bool | Literal["first"] = True,
     ) -> Any:
-        """Predict as `keras.Model.predict`: each row on one rank, results gathered.
+        """Predict each row on one rank, and gather the predictions of all rows.
 
-        Rank r of N predicts the batches r, r + N, …. Data that differs from rank to
-        rank is taken for data that is already split: as with `shard="none"`, each rank
-        then predicts everything that it was given, and nothing is gathered. Data that
-        `keras_dist.shard` has divided needs `gather=False`.
+        Rank r of N predicts the batches r, r + N, …. Data that differs between ranks is
+        treated as already split: as with `shard="none"`, each rank predicts everything
+        that it was given, and nothing is gathered. Data that `keras_dist.shard` has
+        divided needs `gather=False`.
 
         Args:
             x, batch_size, verbose, steps, callbacks: As in `keras.Model.predict`.
-                `batch_size` is the batch of one rank; `steps` are one process's
-                with that batch. Only the first rank prints, and runs callbacks that
-                write files.
-            gather: `"first"` to return them on the first rank alone, and `None` on the
-                others, whose memory does not grow. `False` to return only this rank's
-                predictions, if all are too large for memory or too slow to send.
+                `batch_size` is the batch of one rank. Pass `steps` as for one process
+                with that batch size. Only the first rank prints and runs Keras's
+                callbacks that write files.
+            gather: `True` to return all predictions on every rank. `"first"` to return
+                them on the first rank only, and `None` on the others, which saves their
+                memory. `False` to return only this rank's predictions, for predictions
+                that are too large for memory or too slow to send.
 
         Returns:
             What `keras.Model.predict` returns for all rows, in their order, on every

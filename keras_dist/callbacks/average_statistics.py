@@ -14,22 +14,22 @@ from keras_dist.training.session import session_of
 
 
 class AverageStatistics(keras.callbacks.Callback):
-    """Synchronizes the statistics that each rank computed from its own rows.
+    """Synchronizes statistics that each rank computed from its own rows.
 
-    This happens before each evaluation and at the end of each epoch, so that every rank
-    evaluates, and the first rank saves, the same model. The `aggregation` of each
+    This happens before each evaluation and at the end of each epoch, so that all ranks
+    evaluate the same model, and the first rank saves it. The `aggregation` of each
     non-trainable weight, an attribute set by the author of its layer, decides how:
 
     - none or `"mean"`: floating-point values, such as the moving mean and variance of
       `BatchNormalization`, are averaged over the ranks, weighted by rows; integers,
       such as step counters, are copied from the first rank;
-    - `"sum"`: what all ranks have added since the last synchronization is summed, as
+    - `"sum"`: the increments of all ranks since the last synchronization are added, as
       for a counter of rows;
     - `"only_first_replica"`: the value is copied from the first rank.
 
-    Weights that are equal on all ranks (of frozen layers) do not change by a bit.
-    The first rank gets the sum of gradients that are accumulated for a later update;
-    at the end of the training, all ranks do.
+    Weights that are equal on all ranks, as in frozen layers, do not change at all.
+    Gradients that are accumulated for a later update are summed on the first rank; at
+    the end of the training, all ranks receive the sum.
 
     Position in the list: before callbacks that save or evaluate.
 

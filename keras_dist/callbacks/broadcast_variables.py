@@ -19,11 +19,11 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     The model and its optimizer are built first: otherwise the optimizer would have no
     state to copy, and the first step would start from different weights. States of
-    random generators are not copied but derived from the first rank's: each rank
-    draws its own dropout masks, and one seed makes them reproducible.
+    random generators are not copied, but derived from the first rank's: each rank draws
+    its own dropout masks, and one seed makes them reproducible.
 
-    Position in the list: last, so that state that another callback restores on the
-    first rank is broadcast, too.
+    Position in the list: last, so that state restored by another callback on the first
+    rank is broadcast, too.
 
     Raises:
         ValueError: On all ranks, before anything is broadcast, if the ranks' variables

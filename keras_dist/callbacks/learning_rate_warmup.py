@@ -18,17 +18,17 @@ from keras_dist.training.install import install, uninstall
 class LearningRateWarmup(keras.callbacks.Callback):
     """Multiplies the learning rate of updates by a factor that rises from 1.
 
-    The factor rises batch by batch to its full value over `warmup_epochs` and stays
+    The factor rises batch by batch to its full value over `warmup_epochs`, and stays
     there (Goyal et al., 2017, https://arxiv.org/abs/1706.02677). It depends on
     `optimizer.iterations`, so it continues after a restored checkpoint. The optimizer's
-    own `learning_rate` remains the rate for one process: other callbacks read and set
-    it, and files contain it, without the factor.
+    `learning_rate` remains the rate for one process: other callbacks read and set it
+    without the factor, and saved files contain it without the factor.
 
     Args:
         warmup_epochs: Epochs until the full factor; 0 for the full factor at once.
         lr_scaling: The full factor: `"linear"` (the number of ranks), `"sqrt"`,
             `"none"`, a positive number, or a function of the number of ranks.
-        steps_per_epoch: Steps of an epoch on one rank, for data of unknown length.
+        steps_per_epoch: Steps of an epoch on each rank, for data of unknown length.
 
     Raises:
         ValueError: If `warmup_epochs` is negative, `lr_scaling` is not valid, or the

@@ -8,23 +8,23 @@ from keras_dist.training.install import install, uninstall
 
 
 class MetricAverage(keras.callbacks.Callback):
-    """Makes the metrics of each epoch exactly the metrics of all ranks' rows.
+    """Synchronizes metric state, so that metrics cover the rows of all ranks exactly.
 
-    The state of each metric is summed over the ranks before its result is computed, for
-    training and validation: the result is that of one process on all rows, also for
-    metrics that are not means, such as AUC.
+    The state of each metric is summed over the ranks before its result is computed, in
+    training and validation. So the result equals the result of one process on all rows,
+    also for metrics that are not means, such as AUC.
 
     A metric whose state must not be summed declares another rule. Either its variables
     have an `aggregation` (`"sum"`, Keras's default; `"mean"`, weighted by rows;
     `"only_first_replica"`), or it has a method `merge_states(states)`, which receives
     the states of all ranks, each a list of arrays in the order of `variables`, and
     assigns the merged state. The result of a metric without variables is averaged,
-    weighted by rows. A value that a custom `train_step` or `test_step` returns without
-    a metric is that of the last step: it is averaged, weighted by the rows of the last
+    weighted by rows. If a custom `train_step` or `test_step` returns a value without a
+    metric, the values of the last step are averaged, weighted by the rows of the last
     batch.
 
-    An evaluation that one of your own callbacks runs is not averaged: it is that of the
-    rank that runs it.
+    An evaluation inside one of your own callbacks is not synchronized: it returns the
+    metrics of the rank that runs it.
 
     Position in the list: before callbacks that read `logs`.
 

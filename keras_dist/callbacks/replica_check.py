@@ -29,31 +29,32 @@ class ReplicaCheck(keras.callbacks.Callback):
     Every rank applies every update to its own copy of the model, from the same averaged
     gradients. If a callback changes a weight on one rank, or a machine computes a wrong
     result, the ranks train different models from then on, without an error. This
-    callback finds it: every `every` steps and at the end of each epoch, each rank
-    computes a checksum of its variables, and one collective compares the checksums. On
-    a CPU each variable is read once; from a GPU they are copied to the host.
+    callback detects the difference: every `every` steps and at the end of each epoch,
+    each rank computes a checksum of its variables, and one collective compares the
+    checksums. On a CPU, each variable is read once; on a GPU, it is first copied to the
+    host.
 
     Variables that may differ between the ranks are not compared: random generators,
     metrics, accumulated gradients, and non-trainable weights, which `AverageStatistics`
     synchronizes.
 
-    `dist_fit` adds one with `every=None` if the list has none. On one rank it does
-    nothing.
+    `dist_fit` adds `ReplicaCheck(every=None)` if the list has none. On one rank, the
+    callback does nothing.
 
     Position in the list: after `AverageStatistics`, before callbacks that save.
 
     Args:
-        every: Steps from one check to the next, the same on all ranks; `None`: only at
-            the ends of epochs.
+        every: Steps between two checks, the same on all ranks. `None`: check only at
+            the end of each epoch.
         action: What happens on all ranks when a difference is found. `"raise"`: an
-            error; `"resync"`: a warning on the first rank, and the variables that
-            differ are broadcast from the root: the lowest rank of the largest group of
-            equal ranks.
+            error. `"resync"`: a warning on the first rank; then the variables that
+            differ are broadcast from the lowest rank of the largest group of equal
+            ranks.
 
     Raises:
-        ValueError: If `every` or `action` is not valid, or not the same on all ranks.
-        RuntimeError: On all ranks, if they differ and `action` is `"raise"`. The
-            message names the first variable that differs, and the ranks.
+        ValueError: If `every` or `action` is invalid, or differs between the ranks.
+        RuntimeError: On all ranks, if their variables differ and `action` is `"raise"`.
+            The message names the first variable that differs, and the ranks.
 
     Example:
 

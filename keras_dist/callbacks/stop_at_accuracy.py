@@ -10,16 +10,17 @@ from keras_dist.lines import say
 
 
 class StopAtAccuracy(keras.callbacks.Callback):
-    """Stops all ranks after the same epoch, when a metric has reached its target.
+    """Stops all ranks after the same epoch when a metric has reached its target.
 
     Args:
         target: The value of the metric to reach, for example 0.95.
-        patience: Epochs in a row at or above `target` before training stops.
-        monitor: Name of the metric in the logs. An epoch without an evaluation does
-            not count.
+        patience: Number of consecutive epochs at or above `target` before training
+            stops.
+        monitor: Name of the metric in the logs. For a validation metric, an epoch
+            without an evaluation does not count.
 
     Raises:
-        ValueError: If `patience` is no whole number of at least 1; or, on all ranks, if
+        ValueError: If `patience` is not an integer of at least 1; or, on all ranks, if
             `monitor` is not in the logs.
 
     Example:

@@ -14,8 +14,8 @@ class Throughput(keras.callbacks.Callback):
     """Puts rows per second over all ranks into the logs of each epoch.
 
     `logs["rows_per_second"]` is the number of rows that all ranks trained on, divided
-    by the seconds of the slowest rank; validation is not included. Keras prints it
-    with the other logs.
+    by the training time of the slowest rank, without validation. Keras prints it with
+    the other logs.
 
     Position in the list: before callbacks that read `logs`.
 

@@ -50,17 +50,17 @@ _TRACKERS = frozenset(
 
 
 def first_rank_only(callback: Marked) -> Marked:
-    """Mark a callback of yours, so that it runs on the first rank only.
+    """Mark your own callback to run on the first rank only.
 
-    Use it for a callback that writes a file, sends a message or prints. Keras's own
-    that write, the ones of MLflow, Weights & Biases, Comet, Neptune and ClearML, and
-    classes that inherit from them, run on the first rank without a mark; all other
+    Use this for a callback that writes a file, sends a message or prints. Keras's
+    callbacks that write, callbacks of MLflow, Weights & Biases, Comet, Neptune and
+    ClearML, and their subclasses run on the first rank without a mark; all other
     callbacks run on all ranks. A marked callback takes part in no collective:
-    `model.evaluate` in it evaluates the given rows on this rank alone, and a change
-    that it makes to the model or the logs does not reach the other ranks.
+    `model.evaluate` in it evaluates the given rows on this rank only, and its changes
+    to the model or the logs do not reach the other ranks.
 
     Args:
-        callback: A `keras.callbacks.Callback`, or a class of them.
+        callback: A `keras.callbacks.Callback`, or a subclass.
 
     Returns:
         The same object.

@@ -93,24 +93,24 @@ def agree_on_variables(variables: Sequence[Any], facts: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def first_rank() -> Iterator[bool]:
-    """A `with` block that the first rank runs while the other ranks wait.
+    """Context manager whose block runs on the first rank before the other ranks.
 
-    Python has no way to skip a block, so the other ranks get to it as well: when the
-    first rank has left it. With `if is_first:` they do nothing there. Without it they
-    do the same after the first rank, which is what a download into a cache needs. All
-    ranks leave the block when the last one has.
+    Python cannot skip a `with` block, so the other ranks run it too, after the first
+    rank has left it. With `if is_first:`, they do nothing in it. Without, they repeat
+    it after the first rank, which suits a download into a cache. All ranks leave the
+    block when the last rank is done.
 
-    An error in the block is raised on all ranks. All ranks have to come to the block,
-    and nothing in it may be a collective.
+    An error in the block is raised on all ranks. All ranks have to enter the block, and
+    it must not contain a collective.
 
     Returns:
         A context manager, whose value is whether this is the first rank.
 
     Raises:
-        Exception: On all ranks, if the block failed on one of them. That rank raises
-            its own error; the others raise one that begins with "On rank" and is a
-            `ValueError`, a `TypeError` and a `RuntimeError`. If it is the first rank
-            that failed, no other rank begins the block.
+        Exception: On all ranks, if the block failed on one rank. That rank raises its
+            own error; the other ranks raise an error that begins with "On rank" and is
+            a `ValueError`, a `TypeError` and a `RuntimeError`. If the first rank fails,
+            no other rank enters the block.
 
     Example:
 

@@ -44,20 +44,20 @@ Value = TypeVar("Value")
 
 
 def average(value: Any) -> Any:
-    """Mean of `value` over all ranks.
+    """Return the mean of `value` over all ranks.
 
     Args:
-        value: A tensor, a variable, a NumPy array, a number, or a list, tuple or
-            dict of these, of the same structure and shapes on every rank.
+        value: A tensor, a variable, a NumPy array, a number, or a list, tuple or dict
+            of these. Structure and shapes must be the same on every rank.
 
     Returns:
         The same structure. Integers become float64.
 
     Raises:
-        TypeError: If `value` holds anything else.
-        ValueError: If an array has more than 2**31 − 1 elements, unless NCCL sends it.
-        RuntimeError: If another rank has ended, or the call is in a block of
-            `first_rank` or in a process that a rank has started.
+        TypeError: If `value` contains anything else.
+        ValueError: If an array has more than 2**31 − 1 elements and NCCL is not used.
+        RuntimeError: If another rank has ended, or if this is called inside a
+            `first_rank` block or in a process that a rank started.
 
     Example:
 
@@ -68,7 +68,7 @@ def average(value: Any) -> Any:
 
 
 def sum(value: Any) -> Any:
-    """Sum of `value` over all ranks.
+    """Return the sum of `value` over all ranks.
 
     Args:
         value: As in `average`.
@@ -77,10 +77,10 @@ def sum(value: Any) -> Any:
         The same structure. Integers stay integers.
 
     Raises:
-        TypeError: If `value` holds something that `average` does not take.
-        ValueError: If an array has more than 2**31 − 1 elements, unless NCCL sends it.
-        RuntimeError: If another rank has ended, or the call is in a block of
-            `first_rank` or in a process that a rank has started.
+        TypeError: If `value` contains something that `average` does not accept.
+        ValueError: If an array has more than 2**31 − 1 elements and NCCL is not used.
+        RuntimeError: If another rank has ended, or if this is called inside a
+            `first_rank` block or in a process that a rank started.
 
     Example:
 
@@ -95,18 +95,18 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
 
     Args:
         value: A tensor or variable (of the same shape on all ranks), or any Python
-            object that can be pickled. The values of the other ranks are ignored;
-            where the root's is no tensor, they may be `None`.
+            object that can be pickled. The values of the other ranks are ignored; they
+            may be `None` unless the root's value is a tensor.
         root_rank: The rank whose value is sent to the others.
 
     Returns:
-        The value that `root_rank` passed; of a variable, a tensor.
+        The value that `root_rank` passed; a tensor for a variable.
 
     Raises:
         ValueError: If `root_rank` is not a rank.
-        RuntimeError: If another rank has ended, or the call is in a block of
-            `first_rank` or in a process that a rank has started.
-        Exception: What `pickle` raises, if it cannot pickle the value.
+        RuntimeError: If another rank has ended, or if this is called inside a
+            `first_rank` block or in a process that a rank started.
+        Exception: The error of `pickle`, if it cannot pickle the value.
 
     Example:
 
@@ -141,12 +141,12 @@ def gather(value: Value) -> list[Value]:
             Python object that can be pickled.
 
     Returns:
-        A list with one value a rank; tensors for tensors and variables.
+        A list with one value per rank; tensors for tensors and variables.
 
     Raises:
-        RuntimeError: If another rank has ended, or the call is in a block of
-            `first_rank` or in a process that a rank has started.
-        Exception: What `pickle` raises, if it cannot pickle `value`.
+        RuntimeError: If another rank has ended, or if this is called inside a
+            `first_rank` block or in a process that a rank started.
+        Exception: The error of `pickle`, if it cannot pickle `value`.
 
     Example:
 

@@ -78,15 +78,16 @@ def _mark_process() -> None:
 def init(*, stall_limit: float | None = None) -> World:
     """Connect to the other ranks, and return the rank and size of this process.
 
-    If a launcher (`keras-dist run`, `horovodrun`, `mpirun`) started this process, the
-    first call starts Horovod and chooses the device: one GPU per local rank with memory
-    growth, or this rank's share of the CPU cores. Later calls return the same value.
-    Without a launcher this process is rank 0 of 1, and Horovod is not needed.
+    If a launcher, such as `keras-dist run` or `srun`, started this process, the first
+    call starts Horovod. Later calls return the same value. The device was chosen when
+    keras_dist was imported: one GPU per local rank with memory growth, or this rank's
+    share of the CPU cores. Without a launcher, this process is rank 0 of 1, and Horovod
+    is not needed.
 
     Args:
         stall_limit: The job ends if no rank makes progress for this many seconds; 0
-            turns this off. In the first call only. By default the value of the
-            environment variable `KERAS_DIST_STALL_SECONDS`, else 120.
+            turns this off. It has an effect in the first call only. The default is the
+            environment variable `KERAS_DIST_STALL_SECONDS`, or 120.
 
     Returns:
         A `World(rank, size, local_rank, local_size)`.

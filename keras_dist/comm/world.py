@@ -31,14 +31,14 @@ _JOBS = (
 
 @dataclass(frozen=True)
 class World:
-    """Rank and size of this process; by default of one process alone.
+    """Rank and size of this process. The defaults are those of a single process.
 
     Args:
         rank: Number of this process, from 0 (the first rank) to size − 1.
         size: Number of ranks.
         local_rank: Number of this process on its host, from 0.
         local_size: Number of ranks on this host.
-        num_hosts: Number of hosts; exact on the first rank, which prints it.
+        num_hosts: Number of hosts; exact on the first rank only.
 
     Example:
 

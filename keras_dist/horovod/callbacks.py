@@ -28,17 +28,17 @@ __all__ = [
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts weights and optimizer state from one rank before the first step.
 
-    Once for each callback object. A model that is not built is built by its first
-    batch. States of random generators stay each rank's own.
+    A callback object broadcasts once. A model that is not built is built from its first
+    batch. Each rank keeps its own states of random generators.
 
     Args:
         root_rank: The rank whose state is broadcast.
-        device: Not needed: taken for scripts that pass it.
-        local_variables: Only `None`: all variables are broadcast.
+        device: Ignored; accepted for compatibility.
+        local_variables: Must be `None`: all variables are broadcast.
 
     Raises:
-        ValueError: On all ranks, before anything is broadcast, if their variables
-            differ in number, shape or dtype. If `local_variables` are given.
+        ValueError: If `local_variables` is not `None`; or, on all ranks and before
+            anything is broadcast, if variables differ in number, shape or dtype.
 
     Example:
 
@@ -111,17 +111,18 @@ class BuiltByFirstStep:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages what is logged at the end of an epoch over the ranks.
+    """Averages the logs over the ranks at the end of an epoch.
 
-    Each rank counts the same. Position in the list: before callbacks that read `logs`.
+    Each rank has the same weight. Position in the list: before callbacks that read
+    `logs`.
 
     Args:
-        device: Not needed: taken for scripts that pass it.
-        process_set: All ranks only.
+        device: Ignored; accepted for compatibility.
+        process_set: Must be all ranks, or `None`.
 
     Raises:
-        ValueError: On all ranks, if the names in their logs differ. If `process_set` is
-            not all ranks.
+        ValueError: If `process_set` is not all ranks; or, on all ranks, if the names in
+            their logs differ.
 
     Example:
 
@@ -167,16 +168,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         multiplier: A function of the epoch; or a number m, for
             m ** (epoch − `start_epoch`).
         start_epoch: The first epoch in which the rate is set.
-        end_epoch: The epoch before which that ends, `None` for never.
-        staircase: Whether the rate is set at the first batch of an epoch, by its whole
-            number; otherwise at each batch, by epoch + batch / steps.
+        end_epoch: The epoch from which the rate is no longer set; `None` for never.
+        staircase: Whether the rate is set at the first batch of each epoch, from the
+            epoch number; otherwise at each batch, from epoch + batch / steps.
         momentum_correction: Whether the momentum of SGD and RMSprop is scaled with the
             rate (Goyal et al., 2017, https://arxiv.org/abs/1706.02677).
         steps_per_epoch: Steps of an epoch, if Keras does not know them.
 
     Raises:
-        ValueError: If the steps of an epoch are needed and not known, or `multiplier`
-            is neither a function nor a number.
+        ValueError: If the number of steps of an epoch is needed but not known, or if
+            `multiplier` is neither a function nor a number.
 
     Example:
 
@@ -256,17 +257,17 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     The rate is initial_lr / size · (1 + (size − 1) · (epoch + (batch + 1) / steps) /
     warmup_epochs) in the first `warmup_epochs` epochs (Goyal et al., 2017,
-    https://arxiv.org/abs/1706.02677). Afterwards it is not set again.
+    https://arxiv.org/abs/1706.02677). Afterwards, the rate is not changed.
 
     Args:
         initial_lr: The rate after the warm-up.
         warmup_epochs: Epochs of the warm-up.
         momentum_correction: As in `LearningRateScheduleCallback`.
         steps_per_epoch: Steps of an epoch, if Keras does not know them.
-        verbose: 1 for a line on the first rank when it is over.
+        verbose: 1 to print a line on the first rank when the warm-up is over.
 
     Raises:
-        ValueError: If the steps of an epoch are not known.
+        ValueError: If the number of steps of an epoch is not known.
 
     Example:
 

@@ -81,25 +81,26 @@ def allreduce(
     compression: Any = Compression.none,
     **options: Any,
 ) -> Any:
-    """Combine the values of all ranks, each of which counts the same.
+    """Combine the values of all ranks with equal weights.
 
     Args:
         value: A number, a list, an array, a tensor or a variable, of the same shape and
             dtype on all ranks; or `tf.IndexedSlices`.
-        name: Not used. A truth value is `average`, as in `horovod.tensorflow`.
-        average: `True` for `Average`, `False` for `Sum`; older than `op`.
+        name: Ignored. A boolean means `average`, as in `horovod.tensorflow`.
+        average: The older form of `op`: `True` for `Average`, `False` for `Sum`.
         prescale_factor, postscale_factor: Factors on the values and on the result.
-        op: By default `Average`.
+        op: A reduction. The default is `Average`.
         compression: `Compression.fp16` sends floats in two bytes.
-        **options: Others of `horovod.tensorflow.allreduce`, such as `process_set`.
+        **options: Other arguments of `horovod.tensorflow.allreduce`, such as
+            `process_set`.
 
     Returns:
         A tensor of the shape and dtype of `value`.
 
     Raises:
-        ValueError: If `op` and `average` are given, or `op` is no reduction. On all
-            ranks, if they called different functions, or for values of other shapes or
-            dtypes.
+        ValueError: If both `op` and `average` are given, or `op` is not a reduction;
+            or, on all ranks, if they called different functions, or passed values of
+            different shapes or dtypes.
 
     Example:
 
@@ -119,8 +120,8 @@ def allgather(value: Any, name: str | None = None, **options: Any) -> Any:
 
     Args:
         value: As in `allreduce`, but the length of the first axis may differ.
-        name: Not used.
-        **options: Others of `horovod.tensorflow.allgather`.
+        name: Ignored.
+        **options: Other arguments of `horovod.tensorflow.allgather`.
 
     Returns:
         A tensor with the rows of all ranks.
@@ -141,9 +142,9 @@ def broadcast(
 
     Args:
         value: As in `allreduce`.
-        root_rank: Number of a rank among all, also with a process set.
-        name: Not used.
-        **options: Others of `horovod.tensorflow.broadcast`.
+        root_rank: A rank, numbered among all ranks even with a process set.
+        name: Ignored.
+        **options: Other arguments of `horovod.tensorflow.broadcast`.
 
     Returns:
         A tensor with the value of `root_rank`.
@@ -168,12 +169,12 @@ def reducescatter(
 
     Args:
         value: As in `allreduce`, with at least one axis.
-        name: Not used.
+        name: Ignored.
         op: `Average` or `Sum`.
-        **options: Others of `horovod.tensorflow.reducescatter`.
+        **options: Other arguments of `horovod.tensorflow.reducescatter`.
 
     Returns:
-        A tensor with consecutive rows; where they cannot be divided equally, the first
+        A tensor with consecutive rows. If the rows do not divide evenly, the first
         ranks have one more.
 
     Example:
@@ -271,13 +272,13 @@ def broadcast_variables(
 
     Args:
         variables: Variables of Keras or TensorFlow.
-        root_rank: Number of a rank among all.
-        process_set: The ranks that take part; by default all.
-        inplace: Not used.
+        root_rank: A rank, numbered among all ranks.
+        process_set: The ranks that take part. The default is all ranks.
+        inplace: Ignored.
 
     Raises:
-        ValueError: On all ranks, if the variables differ in number, shape or dtype. If
-            `root_rank` is not a rank that takes part.
+        ValueError: If `root_rank` is not a rank that takes part; or, on all ranks, if
+            the variables differ in number, shape or dtype.
 
     Example:
 

@@ -22,23 +22,23 @@ def load_model(
     compression: Compression = Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a model with its optimizer, which averages over the ranks then.
+    """Load a model with its optimizer, and make the optimizer average over the ranks.
 
-    No collective is called, so that one rank alone may load a model.
+    This calls no collective, so a single rank may load a model.
 
     Args:
-        filepath: A file `.keras`.
-        custom_optimizers: Classes of optimizers that Keras does not have.
+        filepath: A `.keras` file.
+        custom_optimizers: Optimizer classes that Keras does not have.
         custom_objects: Other classes and functions, by name.
         compression: As in `DistributedOptimizer`.
-        legacy_opts: Not needed: taken for scripts that pass it.
+        legacy_opts: Ignored; accepted for compatibility.
 
     Returns:
-        A compiled model with the weights, and the state of its optimizer.
+        A compiled model with its weights and the state of its optimizer.
 
     Raises:
-        ValueError: If the file is no model, or an HDF5 file, of which Keras 3 restores
-            no state of the optimizer.
+        ValueError: If the file is not a model; or if it is an HDF5 file, from which
+            Keras 3 does not restore the optimizer's state.
 
     Example:
 

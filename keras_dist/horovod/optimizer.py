@@ -74,26 +74,26 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 ) -> Any:
     """Return an optimizer that averages its gradients over the ranks.
 
-    Each rank counts the same, whatever rows it has. It averages wherever Keras or a
-    script calls `apply` or `apply_gradients`, but for gradients that an `allreduce` or
-    a `DistributedGradientTape` has returned.
+    Each rank has the same weight, whatever the number of its rows. The optimizer
+    averages when Keras or a script calls `apply` or `apply_gradients`, except for
+    gradients returned by an `allreduce` or a `DistributedGradientTape`.
 
     Args:
         optimizer: A Keras optimizer, which is changed in place.
-        compression: `Compression.fp16` sends two bytes a number.
-        sparse_as_dense: Whether to send gradients of an `Embedding` whole; by default
-            they are sent as rows if that is smaller.
+        compression: `Compression.fp16` sends two bytes per number.
+        sparse_as_dense: Whether to send gradients of an `Embedding` as full tensors; by
+            default, they are sent as rows if that is smaller.
         op: `Average` or `Sum`.
-        backward_passes_per_step: Batches whose gradients are added before they are
-            averaged. `iterations` counts batches.
-        average_aggregated_gradients: Whether to divide that sum by their number.
-        process_set: All ranks only.
+        backward_passes_per_step: Number of batches whose gradients are added before
+            they are averaged. `iterations` counts batches.
+        average_aggregated_gradients: Whether to divide the sum by this number.
+        process_set: Must be all ranks, or `None`.
         name, device_dense, device_sparse, gradient_predivide_factor, num_groups,
-            groups, scale_local_gradients: Not used: they say how Horovod sends
+            groups, scale_local_gradients: Ignored: they control how Horovod sends
             gradients.
 
     Returns:
-        The same object, which is still of its class.
+        The same object. Its class does not change.
 
     Raises:
         TypeError: If `optimizer` is not a Keras optimizer.
@@ -248,18 +248,18 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's own name
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Let a tape return gradients averaged over all ranks.
+    """Make a tape return gradients averaged over all ranks.
 
     An optimizer of this module does not average them again.
 
     Args:
         gradtape: A `tf.GradientTape`, which is changed in place.
-        compression: `Compression.fp16` sends two bytes a number.
-        sparse_as_dense: Whether to send gradients of an `Embedding` whole.
+        compression: `Compression.fp16` sends two bytes per number.
+        sparse_as_dense: Whether to send gradients of an `Embedding` as full tensors.
         op: `Average` or `Sum`.
-        process_set: All ranks only.
+        process_set: Must be all ranks, or `None`.
         device_dense, device_sparse, gradient_predivide_factor, num_groups, groups,
-            scale_local_gradients: Not used: they say how Horovod sends gradients.
+            scale_local_gradients: Ignored: they control how Horovod sends gradients.
 
     Returns:
         The same tape.
@@ -322,10 +322,10 @@ class ReducesTape:
 
 @keras.saving.register_keras_serializable(package="keras_dist.horovod")
 class SyncBatchNormalization(GlobalMoments, keras.layers.BatchNormalization):
-    """`BatchNormalization` with mean and variance of the rows of all ranks.
+    """`BatchNormalization` that uses mean and variance of the rows of all ranks.
 
     Args:
-        fused: Only `False`.
+        fused: Must be `False`.
         **kwargs: Arguments of `keras.layers.BatchNormalization`.
 
     Raises:

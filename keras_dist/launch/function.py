@@ -23,14 +23,14 @@ def run(
     *,
     np: int,
 ) -> list[Result]:
-    """Call `function` on `np` ranks of this host, and return what each one returned.
+    """Call `function` on `np` ranks of this host, and return the results of all.
 
-    The ranks are new processes, which end with the call; this process is not a rank. So
-    a notebook can train on many ranks.
+    The ranks are new processes, which end when the call returns; this process is not a
+    rank. So a notebook can train on many ranks.
 
     Args:
-        function: The function that every rank calls. A function of a notebook or script
-            is copied to the ranks by value, one of a module is imported there by name.
+        function: The function that every rank calls. A function defined in a notebook
+            or script is copied to the ranks; a function of a module is imported there.
         args, kwargs: Arguments of the function, the same on every rank.
         np: Number of ranks.
 
@@ -38,8 +38,8 @@ def run(
         The return values of all ranks, in rank order.
 
     Raises:
-        RuntimeError: If a rank failed; its error is printed before.
-        ValueError: If `np` is too small.
+        RuntimeError: If a rank failed. Its error is printed first.
+        ValueError: If `np` is less than 1.
 
     Example:
 

@@ -49,8 +49,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 ) -> Optimizer:
     """Make `optimizer` average its gradients over all ranks before each update.
 
-    This is for scripts that call `model.fit` with the callbacks of this package, and
-    for custom training loops; `dist_fit` does it itself. The gradients are averaged in
+    Use this in scripts that call `model.fit` with the callbacks of this package, and in
+    custom training loops; `dist_fit` does it for you. The gradients are averaged in
     `apply`, which every Keras train step and every custom loop calls. So clipping,
     weight decay and the check for inf see the average.
 
@@ -59,12 +59,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
 
     Args:
         optimizer: A `keras.optimizers.Optimizer`. With mixed precision, the outermost
-            one or the one given to `compile`.
+            optimizer or the optimizer given to `compile`.
         op: `"average"`, weighted by the rows of each rank if they are known; or
             `"sum"`.
-        compression: `"fp16"` or `"bf16"`: float32 gradients are sent in two bytes a
-            number, scaled so that none overflows, and summed in float32. `None`: they
-            are sent uncompressed.
+        compression: `"fp16"` or `"bf16"`: float32 gradients are sent in two bytes per
+            number, scaled to avoid overflow, and summed in float32. `None`: they are
+            sent uncompressed.
 
     Returns:
         The same object.

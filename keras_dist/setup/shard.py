@@ -18,29 +18,28 @@ def shard(
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Divide the rows of a data set among the ranks before they are decoded.
 
-    Without it each rank decodes all rows, and then leaves out the batches of the other
+    Without it, each rank decodes all rows, and then drops the batches of the other
     ranks. `dataset.apply(keras_dist.shard(batch_size))` before the first expensive
-    `map` leaves this rank the rows that it is going to train on. After
-    `.batch(batch_size)` all ranks together read the global batches of one process, the
-    last one included. On one process nothing is changed.
+    `map` keeps only the rows that this rank trains on. After `.batch(batch_size)`, all
+    ranks together read the same global batches as one process, including the last one.
+    On one process, nothing changes.
 
-    `dist_fit`, `evaluate` and `predict` know such data, and do not shard it once more.
+    `dist_fit`, `evaluate` and `predict` recognize such data, and do not shard it again.
     The order before `shard` must be the same on all ranks: a `shuffle` needs a `seed`.
-    `filter`, `take`, `skip` and `repeat` belong before `shard`.
+    Call `filter`, `take`, `skip` and `repeat` before `shard`.
 
     Args:
-        batch_size: Rows of one rank's batch, as in the `.batch` that follows; N ranks
-            make steps with N × `batch_size` rows.
-        batch: As in `dist_fit`. `"global"`: `batch_size` rows are the batch of all
-            ranks together, and `.batch(keras_dist.local_batch_size(batch_size))`
-            follows.
+        batch_size: Rows in the batch of one rank, as in the `.batch` that follows. A
+            step of N ranks then has N × `batch_size` rows.
+        batch: As in `dist_fit`. With `"global"`, `batch_size` is the batch of all ranks
+            together; then call `.batch(keras_dist.local_batch_size(batch_size))`.
 
     Returns:
         A function for `tf.data.Dataset.apply`.
 
     Raises:
-        TypeError: If what it is applied to is no data set.
-        ValueError: If an argument is unusable, the data was already divided, or its
+        TypeError: If it is applied to something other than a data set.
+        ValueError: If an argument is invalid, the data was already divided, or its
             shuffle has no seed.
 
     Example:
@@ -64,9 +63,9 @@ def shard(
 
 
 def local_batch_size(batch_size: int) -> int:
-    """Count this rank's rows of a batch that all ranks share.
+    """Return the number of this rank's rows in a batch that all ranks share.
 
-    Use it behind `keras_dist.shard(batch_size, batch="global")`.
+    Use it after `keras_dist.shard(batch_size, batch="global")`.
 
     Args:
         batch_size: Rows of all ranks together.
@@ -75,7 +74,7 @@ def local_batch_size(batch_size: int) -> int:
         `batch_size` / ranks.
 
     Raises:
-        ValueError: If it is not a multiple of the number of ranks.
+        ValueError: If `batch_size` is not a multiple of the number of ranks.
 
     Example:
 
@@ -84,9 +83,9 @@ def local_batch_size(batch_size: int) -> int:
     """
     if batch_size % comm.size() or batch_size < 1:
         raise ValueError(
-            'With `shard` and batch="global" each rank has equally many rows of a '
-            f"batch. Received: batch_size={batch_size} for {comm.size()} ranks. Choose "
-            "a multiple of the number of ranks, or leave out `shard`."
+            'With `shard` and batch="global", each rank has the same number of rows in '
+            f"a batch. Received: batch_size={batch_size} for {comm.size()} ranks. "
+            "Choose a multiple of the number of ranks, or leave out `shard`."
         )
     return batch_size // comm.size()
 

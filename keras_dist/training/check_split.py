@@ -23,15 +23,15 @@ from keras_dist.training import (
 
 @dataclass(frozen=True)
 class Split:
-    """How the gradients of two parts of a batch are related to the whole gradient.
+    """How the gradients of two parts of a batch relate to the gradient of the whole.
 
     Args:
-        kinds: What the gradients of each update of the step are: "mean", "sum" or
-            "neither" over rows.
-        weights: For each weight, by how much the gradient that several ranks would
-            apply differs, of the length of its gradient; 0.01 is 1 %. Empty if the step
-            is random, so that rows were repeated instead.
-        notes: What the gradients do not show, in sentences.
+        kinds: For each update of the step, what its gradients are over rows: "mean",
+            "sum" or "neither".
+        weights: For each weight, the relative difference of the gradient that several
+            ranks would apply; 0.01 is 1 %. Empty if the step is random, so that rows
+            were repeated instead.
+        notes: Sentences about what the gradients do not show.
     """
 
     kinds: tuple[str, ...]
@@ -52,10 +52,10 @@ class Split:
 def check_split(
     model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
 ) -> Split:
-    """Try the train step of `model` on a batch and on two parts of it.
+    """Compare the train step of `model` on a batch with the step on two parts of it.
 
-    `dist_fit` does the same before its first step. Here it is for a notebook: on one
-    process, without training. The model is built, and otherwise not changed.
+    `dist_fit` does the same before its first step. This function works on one process,
+    as in a notebook, and does not train. It builds the model, and changes nothing else.
 
     Args:
         model: A compiled `keras.Model`.
@@ -63,10 +63,10 @@ def check_split(
             `keras.Model.train_on_batch`.
 
     Returns:
-        A `Split`, which says what was found when it is printed.
+        A `Split`. Print it to read the result.
 
     Raises:
-        ValueError: If the step cannot be tried, with the reason.
+        ValueError: If the step cannot be tried. The message has the reason.
 
     Example:
 

@@ -28,17 +28,17 @@ VARIABLE = "KERAS_DIST_GATHER_MIB"
 
 
 def sum_over_rows(loss: Any) -> Any:
-    """Mark a loss that is a sum over the rows of the batch, in a step of your own.
+    """Mark a loss in your own train step as a sum over the rows of the batch.
 
-    Gradients of several ranks are averaged, as gradients of a mean have to be. A sum is
-    multiplied here by the rows of all ranks ÷ the rows of this rank, so that the
-    average is the sum over the rows of all ranks.
+    The ranks average their gradients, which is right for a mean over rows. This
+    function multiplies a sum by the rows of all ranks ÷ the rows of this rank, so that
+    the average is the sum over the rows of all ranks.
 
     Args:
         loss: A scalar tensor, differentiable.
 
     Returns:
-        The same on one rank, and in an evaluation.
+        The scaled loss; `loss` itself on one rank, and in an evaluation.
 
     Raises:
         ValueError: If `loss` is not a scalar.
@@ -63,21 +63,22 @@ def sum_over_rows(loss: Any) -> Any:
 def weighted_mean(values: Any, weights: Any) -> Any:
     """Compute Σ values × weights / Σ weights over the rows of all ranks.
 
-    It is for losses that divide by a number of their batch: of tokens that are not
-    padding, or of labels that are not missing. Each rank has another such number, and
-    a rank may have 0, so that no average of the ranks' own means is that of all rows.
+    Use this for a loss that divides by a number computed from its batch, such as the
+    number of tokens that are not padding, or of labels that are not missing. This
+    number differs between ranks and may be 0, so no average of the ranks' own means is
+    the mean over all rows.
 
     Args:
         values: A tensor of this rank's rows, such as a loss of each token.
-        weights: Of the same shape, or the first of its axes alone: numbers or booleans,
-            differentiable too.
+        weights: Numbers or booleans, in the shape of `values` or of its first axes.
+            Gradients flow through them, too.
 
     Returns:
         This rank's part, a scalar. The average over the ranks, weighted by their rows,
         is the mean. 0 if all weights are 0.
 
     Raises:
-        ValueError: If `weights` has other axes than `values`.
+        ValueError: If the shape of `weights` does not match the first axes of `values`.
 
     Example:
 
@@ -115,10 +116,10 @@ def weighted_mean(values: Any, weights: Any) -> Any:
 def gather_rows(z: Any) -> Any:
     """Return the rows of all ranks, in the order of the global batch; differentiable.
 
-    It is for losses that compare rows with one another: in-batch negatives, ranking.
-    Compute the loss from what this returns alone, as on one process: all ranks then
-    have the same loss, and each the gradient of its rows. A loss of this rank's rows
-    against all rows is exact too, if it is a mean over them.
+    Use this for losses that compare rows with one another: in-batch negatives, ranking.
+    Compute the loss only from the returned rows, as on one process: then all ranks have
+    the same loss, and each rank has the gradient of its own rows. A loss that compares
+    this rank's rows with all rows is exact too, if it is a mean over this rank's rows.
 
     Args:
         z: A tensor with one entry for each row of the batch, or a structure of such
@@ -128,8 +129,9 @@ def gather_rows(z: Any) -> Any:
         The same structure; `z` itself on one rank, and in an evaluation.
 
     Raises:
-        tf.errors.InvalidArgumentError: If `z` has another number of rows than the batch
-            of `dist_fit`; `ValueError` for a scalar.
+        ValueError: If `z` is a scalar.
+        tf.errors.InvalidArgumentError: If the number of rows in `z` differs from the
+            batch of `dist_fit`.
 
     Example:
 

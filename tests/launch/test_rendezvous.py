@@ -103,7 +103,12 @@ def disagree(rank, size, port):
     ("variables", "ranks", "size", "texts"),
     [
         # Named by its number, and with the hosts of the others.
-        (torchrun, [0, 1], 3, ["Not all ranks have arrived", "missing: rank 2", "2 on "]),
+        (
+            torchrun,
+            [0, 1],
+            3,
+            ["Not all ranks have arrived", "missing: rank 2", "2 on "],
+        ),
         # Rank 0 has ended, or never began.
         (torchrun, [1], 2, ["first host cannot be reached"]),
         (disagree, [0, 1], 2, ["disagree on their number"]),

@@ -30,18 +30,19 @@ relative to the largest value in its tensor. After each case, all ranks were bit
 identical.
 
 The tolerance is 1.0e-05, or the number in brackets. With a *, both are from a run in
-float64: in float32, the optimizer amplifies rounding errors (by a sign, or a division by
-a small moment) beyond the tolerance. In float16, bfloat16 and with compression, the
+float64: in float32, the optimizer amplifies rounding errors (by a sign, or a division
+by a small moment) beyond the tolerance. In float16, bfloat16 and with compression, the
 tolerance is a few roundings of a number.
 """
 
 _WAYS = """## Ways to train that keras.io shows
 
 Small models in `tests/ranks/keras_ways/`, each trained like an example or a guide of
-Keras: by plain `fit` on one process with the global batch, and by `dist_fit` at the same
-learning rate, in float64. All weights, the state of the optimizers and the logs are
-compared. The tolerance is 1e-10; for a name with a *, Keras computes a part in float32,
-and the tolerance is 1e-5. After each training, all ranks were bitwise identical.
+Keras: by plain `fit` on one process with the global batch, and by `dist_fit` at the
+same learning rate, in float64. All weights, the state of the optimizers and the logs
+are compared. The tolerance is 1e-10; for a name with a *, Keras computes a part in
+float32, and the tolerance is 1e-5. After each training, all ranks were bitwise
+identical.
 """
 
 
