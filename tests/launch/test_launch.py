@@ -172,29 +172,6 @@ def test_the_launcher_imports_no_tensorflow():
     assert "argparse" in done.stderr and "tensorflow" not in done.stderr
 
 
-_SAVES = """
-import signal, sys, time
-def save(number, frame):
-    time.sleep(3)
-    print("saved", flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-print("there", flush=True)
-time.sleep(1000)
-"""
-
-
-def test_ranks_may_save_when_the_launcher_receives_sigterm(tmp_path):
-    """SIGTERM, by which schedulers preempt a job, is forwarded."""
-    process = start([*RUN, "-np", 2, write_script(tmp_path, _SAVES)], stderr=None)
-    for _ in range(2):
-        assert process.stdout.readline().endswith("there\n")
-    process.send_signal(signal.SIGTERM)
-    stdout, _ = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert sorted(stdout.splitlines()) == ["[1] saved", "saved"]
-
-
 _COUNTS = """
 import os, sys
 rank, start = os.environ["HOROVOD_RANK"], os.environ.get("KERAS_DIST_RESTART", "0")

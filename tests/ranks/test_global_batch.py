@@ -1,11 +1,14 @@
 """`batch="global"`: the same script as on one process, and the same model."""
 
+import itertools
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_equals_one_process, raises_everywhere, shortened
-from data_kinds import Sequence
+from data_kinds import BATCHES, Loader
 from models import make_compiled, perceptron
 
 import keras_dist
@@ -16,7 +19,8 @@ pytestmark = [
     pytest.mark.usefixtures("in_float64"),
 ]
 
-KINDS = ["arrays", "dataset", "shuffled", "endless", "sequence", "generator", "unknown"]
+KINDS = ["arrays", "batched", "shuffled", "endless", "sequence", "generator"]
+KINDS += ["filtered batches"]
 STEPS = {"endless": {"steps_per_epoch": 4}, "generator": {"steps_per_epoch": 5}}
 
 
@@ -31,25 +35,13 @@ def rows_of(count, seed):
 def data_of(kind, count, seed=0):
     """Data of a kind: arrays, or a function that makes batches of so many rows."""
     x, y = rows_of(count, seed)
-    rows = tf.data.Dataset.from_tensor_slices((x, y))
-
-    def shuffled(size):
-        keras.utils.set_random_seed(1)  # a part of the order of a shuffle
-        return rows.shuffle(count, seed=4).batch(size)
-
-    def generator(size):
-        batches = Sequence(x, y, [size])
-        return (batches[i % len(batches)] for i in range(1000))
-
-    return {
-        "arrays": (x, y),
-        "dataset": rows.batch,
-        "shuffled": shuffled,
-        "endless": lambda size: rows.batch(size).repeat(),
-        "sequence": lambda size: Sequence(x, y, [size]),
-        "generator": generator,
-        "unknown": lambda size: rows.batch(size).filter(lambda *batch: True),
-    }[kind]
+    if kind == "arrays":
+        return x, y
+    if kind == "endless":
+        return lambda size: BATCHES["batched"](x, y, size).repeat()
+    if kind == "generator":
+        return lambda size: (each for each in itertools.cycle(Loader(x, y, size)))
+    return partial(BATCHES[kind], x, y)
 
 
 def validation_of(kind, size):
@@ -80,7 +72,7 @@ def test_the_same_script_gives_the_same_model_and_logs(kind):
     """Of all kinds of data; the last batch has fewer rows than there are ranks."""
     more = STEPS.get(kind, {})
     if not more:
-        same = "dataset" if kind in ("shuffled", "unknown") else kind
+        same = "batched" if kind in ("shuffled", "filtered batches") else kind
         more = {"validation_data": validation_of(same, 8)}
     assert_equals(data_of(kind, 41), **more)
 
@@ -97,7 +89,7 @@ def test_a_look_at_validation_data_does_not_change_the_order(world, batch):
 
 
 @pytest.mark.parametrize(
-    "kind", shortened(["arrays", "dataset", "sequence"], {"sequence"})
+    "kind", shortened(["arrays", "batched", "sequence"], {"sequence"})
 )
 def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
     """`validation_steps` count for all ranks; sums count as on one process."""
@@ -116,9 +108,9 @@ def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
 @pytest.mark.parametrize(
     ("kind", "batch"),
     shortened(
-        [(kind, "global") for kind in ("dataset", "sequence", "unknown")]
-        + [("unknown", "rank")],
-        {("unknown", "global")},
+        [(kind, "global") for kind in ("batched", "sequence", "filtered batches")]
+        + [("filtered batches", "rank")],
+        {("filtered batches", "global")},
     ),
 )
 def test_weights_of_classes_are_those_of_one_process(kind, batch):
@@ -154,7 +146,7 @@ def test_rows_divided_before_they_are_decoded_are_those_of_one_process(count):
     assert_equals(divided, 12, class_weight={0: 0.3, 1: 2.0}, **given)
 
 
-@pytest.mark.parametrize("kind", shortened(["arrays", "dataset"], {"arrays"}))
+@pytest.mark.parametrize("kind", shortened(["arrays", "batched"], {"arrays"}))
 def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
     """In the middle of an epoch, before a last batch without a row for some ranks."""
 
@@ -174,7 +166,7 @@ def test_a_training_that_was_ended_goes_on_as_that_of_one_process(kind, folder):
 
 def test_a_model_is_evaluated_before_it_was_trained():
     """A rank without a batch makes the metrics, too, and they count nothing."""
-    data = data_of("dataset", 9)(10)
+    data = data_of("batched", 9)(10)
     ours = keras_dist.DistributedModel(compiled(), batch="global")
     expected = compiled().evaluate(data, verbose=0, steps=1)
     np.testing.assert_allclose(ours.evaluate(data, verbose=0, steps=1), expected)

@@ -71,18 +71,23 @@ def mixtral(balancing):
     return keras_hub.models.MixtralCausalLM(backbone, preprocessor=None)
 
 
-def next_token():
-    """Loss and metrics of a language model."""
+def classifying(metrics="metrics"):
+    """Loss and accuracy of a classifier, as an argument of `compile` by this name."""
     return {
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        "weighted_metrics": [keras.metrics.SparseCategoricalAccuracy()],
+        metrics: [keras.metrics.SparseCategoricalAccuracy()],
     }
+
+
+def next_token():
+    """Loss and metrics of a language model, without what it would take by itself."""
+    return {"metrics": None} | classifying("weighted_metrics")
 
 
 def train_tokens(run, model, **how):
     """Two epochs from arrays of tokens, with a validation."""
     optimizer = how.pop("optimizer", None) or keras.optimizers.Adam(1e-3)
-    run.compile(model, optimizer, metrics=None, **next_token(), **how)
+    run.compile(model, optimizer, **next_token(), **how)
     x, y, weights = tokens()
     some = {name: array[:9] for name, array in x.items()}
     given = {"sample_weight": weights, "validation_data": (some, y[:9], weights[:9])}
@@ -135,7 +140,7 @@ def low_rank(run, make, is_int8):
 @HUB.way("GPT-2 from strings", is_traced=True)
 def gpt2_strings(run):
     model = gpt2(gpt2_preprocessor())
-    run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
+    run.compile(model, keras.optimizers.Adam(1e-3), **next_token())
     given = {"epochs": 2, "validation_data": (sentences()[:9], None)}
     return model, run.fit(model, sentences(), **given)
 
@@ -149,7 +154,7 @@ def gpt2_default(run):
 @HUB.way("GPT-2 from a data set of strings", is_traced=True)
 def gpt2_dataset(run):
     model = gpt2(gpt2_preprocessor())
-    run.compile(model, keras.optimizers.Adam(1e-3), metrics=None, **next_token())
+    run.compile(model, keras.optimizers.Adam(1e-3), **next_token())
     return model, run.fit(model, run.batches(sentences()), epochs=2)
 
 
@@ -166,14 +171,6 @@ def bert():
     return keras_hub.models.BertTextClassifier(
         backbone, num_classes=3, preprocessor=preprocessor, dropout=0.0
     )
-
-
-def classifying():
-    """Loss and metrics of a classifier."""
-    return {
-        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        "metrics": [keras.metrics.SparseCategoricalAccuracy()],
-    }
 
 
 @HUB.way("BERT classifier from strings", is_traced=True)
