@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[1]
 # For a process in another folder: this package, and what `startup/` does.
 PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
 
+# A training of which one rank misbehaves, as the variable of this name says.
+MISBEHAVES = ROOT / "tests" / "launch" / "misbehaves.py"
+
 RUN = [sys.executable, "-m", "keras_dist", "run"]
 # Without the option it takes MPI if it has that, and `mpirun` refuses to run as root.
 HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]

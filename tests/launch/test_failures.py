@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from forked import torchrun
-from launch import launch, write_script
+from launch import MISBEHAVES, launch, write_script
 
 _READS_RESULTS = """
 import keras, keras_dist, numpy as np, tensorflow as tf
@@ -31,23 +31,9 @@ def test_data_that_fails_after_a_callback_has_read_results_ends_all(run_ranks):
     assert (code, failed) == (1, 1) and "KeyError" in out and "tea" in out
 
 
-LEAVES = """
-import os, sys
-import keras, keras_dist, numpy as np
-model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
-class Leaves(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2 and keras_dist.rank() == int(os.environ["LEAVES"]):
-            sys.exit(0)
-keras_dist.dist_fit(model, np.ones((9, 2)), np.ones(9), batch_size=4, verbose=0,
-                    epochs=4, callbacks=[Leaves()])
-"""
-
-
-def test_a_rank_that_leaves_while_others_train_is_the_cause(tmp_path):
+def test_a_rank_that_leaves_while_others_train_is_the_cause():
     """By `sys.exit(0)`: in the headline, and by the rank that had to fail for it."""
-    done = launch([write_script(tmp_path, LEAVES)], ranks=2, env={"LEAVES": "1"})
+    done = launch([MISBEHAVES], ranks=2, env={"MISBEHAVES": "leave epoch-3 1"})
     assert done.returncode == 1, done.stderr
     text = "ended with no error in epoch 3 while others were training."
     report = done.stderr[done.stderr.rindex("keras-dist: rank 1 failed first") :]

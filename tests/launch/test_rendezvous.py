@@ -9,7 +9,7 @@ import time
 
 import pytest
 from forked import torchrun
-from test_failures import LEAVES
+from launch import MISBEHAVES
 
 # Prints the weights' digest: the same for all launchers, and on all ranks.
 TRAIN = """
@@ -190,9 +190,9 @@ def test_a_first_rank_that_ends_before_all_have_come_is_named(run_ranks):
 
 def test_a_rank_that_leaves_while_others_train_is_named_on_them(run_ranks):
     """By `sys.exit(0)` on the rank with the store, which stays for a moment."""
-    (code, _), (failed, second) = run_ranks(
-        torchrun, [0, 1], 2, LEAVES, env={"LEAVES": "0"}
-    )
+    env = {"MISBEHAVES": "leave epoch-3 0"}
+    ended = run_ranks(torchrun, [0, 1], 2, MISBEHAVES.read_text(), env=env)
+    (code, _), (failed, second) = ended
     assert (code, failed) == (0, 1)
     text = "ended with no error in epoch 3 while others were training."
     assert f"Rank 0 on {socket.gethostname()} {text}" in second, second

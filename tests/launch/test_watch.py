@@ -4,52 +4,22 @@ import re
 
 import pytest
 from forked import torchrun
-from launch import launch, prefix, write_script
+from launch import MISBEHAVES, launch, prefix
 
 from keras_dist.launch.monitor.watchdog import EXIT_CODE, Watchdog
 from keras_dist.launch.store import StoreClient
-
-_STALLS = """
-import sys, time
-import keras, numpy as np
-import keras_dist
-
-case, rank, size = sys.argv[1], keras_dist.rank(), keras_dist.size()
-
-def sleep_for_ever():
-    time.sleep(1000)
-
-class Sleeps(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 6 and rank == 1 and case == "callback":
-            sleep_for_ever()
-
-def batches():
-    for number in range(100):
-        if number == 20 and rank == 1 and case == "generator":
-            sleep_for_ever()
-        yield np.ones((4, 2)), np.ones(4)
-
-model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-# Compiled: only the stacks show whether a graph is in a collective.
-model.compile("sgd", "mse", jit_compile=False)
-data = {"x": np.ones((200, 2)), "y": np.ones(200), "batch_size": 4}
-if case == "generator":
-    data = {"x": batches()}
-keras_dist.dist_fit(model, **data, verbose=0, callbacks=[Sleeps()])
-"""
-
 
 ENDS_SOON = {"KERAS_DIST_STALL_SECONDS": "5"}
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"),
-    [("callback", 2), pytest.param("generator", 3, marks=pytest.mark.long)],
+    ("where", "ranks"),
+    [("callback-7", 2), pytest.param("batch-20", 3, marks=pytest.mark.long)],
 )
-def test_a_rank_that_sleeps_for_ever_is_named(tmp_path, case, ranks):
+def test_a_rank_that_sleeps_for_ever_is_named(where, ranks):
     """All print their stacks; the line in which it sleeps comes first."""
-    done = launch([write_script(tmp_path, _STALLS), case], ranks=ranks, env=ENDS_SOON)
+    env = ENDS_SOON | {"MISBEHAVES": f"sleep {where} 1"}
+    done = launch([MISBEHAVES], ranks=ranks, env=env)
     assert done.returncode == EXIT_CODE, done.stderr
     for rank in range(ranks):
         for text in ("keras_dist: no rank has made progress for 5 s", "Stack of the"):
@@ -84,10 +54,10 @@ def test_ranks_in_different_collectives_are_named(run_ranks):
 
 
 @pytest.mark.long
-def test_ranks_under_horovodrun_are_monitored_too(tmp_path):
+def test_ranks_under_horovodrun_are_monitored_too():
     """The ranks report their status through the store of any launcher."""
-    command = [write_script(tmp_path, _STALLS), "callback"]
-    done = launch(command, ranks=2, launcher="horovodrun", env=ENDS_SOON)
+    env = ENDS_SOON | {"MISBEHAVES": "sleep callback-7 1"}
+    done = launch([MISBEHAVES], ranks=2, launcher="horovodrun", env=env)
     assert done.returncode != 0
     assert "[1]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
     assert "[0]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
