@@ -16,6 +16,7 @@ import numpy as np
 from claims import (
     EXACT,
     KERAS,
+    assert_equal_to_the_bit,
     difference_of_states,
     distribute_jobs,
     models_in,
@@ -92,35 +93,31 @@ class Case:
         """Rows of all ranks in a step; shared ones do not divide evenly."""
         return self.batch_size * size - self.is_global
 
-    def measure(self, size: int, expected: Any) -> tuple[float, float, Any]:
-        """Largest relative difference, the tolerance that holds, and our model.
+    def oracle(self) -> Any:
+        """Weights and optimizer state of one process, as arrays."""
+        with models_in(self.dtype):
+            return state_of(self._on_one_process(keras_dist.size()))
 
-        Args:
-            size: How many ranks there are.
-            expected: `state_of_one_process(size)`.
+    def compare(self, expected: Any) -> tuple[float, float, str]:
+        """Train on all ranks, which must hold the same bits.
+
+        Returns:
+            The largest relative difference from `oracle()`, the tolerance that holds,
+            and the dtype of both.
         """
-        model = self.on_all_ranks()
+        with models_in(self.dtype):
+            model = self._on_all_ranks()
+        assert_equal_to_the_bit(model)
         difference = difference_of_states(state_of(model), expected)
-        if difference <= self.tolerance:
-            return difference, self.tolerance, model
+        if difference <= self.tolerance or self.dtype == "float64":
+            return difference, self.tolerance, self.dtype
         # A sign, or a division by a small moment, amplifies rounding, which vanishes in
         # float64; a bug does not.
-        exact = replace(self, dtype="float64")
-        [expected] = distribute_jobs([lambda: exact.state_of_one_process(size)])
-        ours = state_of(exact.on_all_ranks())
-        return difference_of_states(ours, expected), EXACT, model
+        exact = replace(self, dtype="float64", tolerance=EXACT)
+        [expected] = distribute_jobs([exact.oracle])
+        return exact.compare(expected)
 
-    def state_of_one_process(self, size: int) -> Any:
-        """Weights and optimizer state of the oracle, as arrays."""
-        with models_in(self.dtype):
-            return state_of(self.on_one_process(size))
-
-    def on_all_ranks(self) -> Any:
-        """The model that `dist_fit` trains on all ranks."""
-        with models_in(self.dtype):
-            return self._trained_on_all_ranks()
-
-    def _trained_on_all_ranks(self) -> Any:
+    def _on_all_ranks(self) -> Any:
         x, y = SUBJECTS[self.subject].rows(self.rows)
         model = self._compiled(self.subject, RATE)
         if self.averaging:
@@ -132,8 +129,7 @@ class Case:
         keras_dist.dist_fit(model, x, y, batch_size=batch_size, verbose=0, **options)
         return model
 
-    def on_one_process(self, size: int) -> Any:
-        """The oracle."""
+    def _on_one_process(self, size: int) -> Any:
         x, y = SUBJECTS[self.subject].rows(self.rows)
         model = self._compiled(self.subject, RATE * self.factor(size))
         if type(model.optimizer).__name__ == "ScheduleFreeAdamW" and model.built:

@@ -8,7 +8,7 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
-from claims import models_in, train_on_one_process
+from claims import distribute_jobs, models_in, train_on_one_process
 from models import make_compiled, perceptron, vectors
 
 import keras_dist
@@ -111,6 +111,24 @@ def limit_files():
 def rows():
     """101 rows of five numbers and a label, the same on every rank."""
     return vectors(101)
+
+
+@pytest.fixture(scope="module")
+def equals_one_process(request):
+    """Compares a `Case` or a `Way` with one process; each rank trains some of these."""
+    chosen = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    oracles = distribute_jobs([case.oracle for case in chosen])
+    expected = dict(zip((case.title for case in chosen), oracles, strict=True))
+
+    def compare(case):
+        difference, tolerance, where = case.compare(expected[case.title])
+        assert difference <= tolerance, f"{where}: {difference:.1e} > {tolerance:.1e}"
+
+    return compare
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ LONG_TESTS each runs on both.
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,6 @@ from library_ways import WAYS
 from library_ways.hub import mixtral, train_tokens
 
 import keras_dist
-
-pytest_plugins = ["keras_ways.comparison"]
 
 _IS_LONG = "LONG_TESTS" in os.environ
 
@@ -28,15 +27,14 @@ def cases():
         marks = [pytest.mark.three_ranks] if is_for_three else []
         for dtype in way.dtypes:
             for is_global in (False, True):
-                batch = "global" if is_global else "rank"
-                title = f'{way.title}, {dtype}, batch="{batch}"'
-                yield pytest.param(way, dtype, is_global, id=title, marks=marks)
+                case = replace(way, dtype=dtype, is_global=is_global)
+                yield pytest.param(case, id=case.title, marks=marks)
 
 
-@pytest.mark.parametrize(("way", "dtype", "is_global"), cases())
-def test_a_model_equals_one_process(equals_one_process, way, dtype, is_global):
+@pytest.mark.parametrize("case", cases())
+def test_a_model_equals_one_process(equals_one_process, case):
     """Weights, state and logs, and the same bits on all ranks."""
-    equals_one_process(way, dtype, is_global)
+    equals_one_process(case)
 
 
 def test_each_way_has_a_name_of_its_own():

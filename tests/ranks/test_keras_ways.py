@@ -6,10 +6,10 @@ equivalence` runs all in each dtype on two and on three ranks, and lists them in
 `docs/equivalence.md`.
 """
 
+from dataclasses import replace
+
 import pytest
 from keras_ways import WAYS
-
-pytest_plugins = ["keras_ways.comparison"]
 
 # In `make test`, on two ranks: what a script does around `fit`, and steps with several
 # networks. Losses and metrics have tests of their own.
@@ -33,23 +33,24 @@ def cases():
     """Each way, with the batch of each rank and with that of all ranks."""
     three, long = pytest.mark.three_ranks, pytest.mark.long
     for way in WAYS:
-        title = f"{way.title}, float64"
-        marks = [three] if way.title in ON_THREE else []
-        marks += [] if way.title in ON_TWO | ON_THREE else [long]
-        yield pytest.param(way, "float64", False, id=title, marks=marks)
-        marks = [three] if way.title in GLOBAL_ON_THREE else [three, long]
-        yield pytest.param(way, "float64", True, id=f"{title}, global", marks=marks)
+        title = f"{way.part}: {way.name}"
+        marks = [three] if title in ON_THREE else []
+        marks += [] if title in ON_TWO | ON_THREE else [long]
+        yield pytest.param(way, id=way.title, marks=marks)
+        shared = replace(way, is_global=True)
+        marks = [three] if title in GLOBAL_ON_THREE else [three, long]
+        yield pytest.param(shared, id=shared.title, marks=marks)
 
 
 @pytest.mark.several_ranks
-@pytest.mark.parametrize(("way", "dtype", "is_global"), cases())
-def test_a_way_equals_one_process(equals_one_process, way, dtype, is_global):
+@pytest.mark.parametrize("case", cases())
+def test_a_way_equals_one_process(equals_one_process, case):
     """Weights, state and logs, and the same bits on all ranks."""
-    equals_one_process(way, dtype, is_global)
+    equals_one_process(case)
 
 
 def test_at_least_forty_ways_are_tried():
     """Each has a name of its own, also those that are chosen here."""
-    titles = {way.title for way in WAYS}
+    titles = {f"{way.part}: {way.name}" for way in WAYS}
     assert len(titles) == len(WAYS) >= 40
     assert titles >= ON_TWO | ON_THREE | GLOBAL_ON_THREE

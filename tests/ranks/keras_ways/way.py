@@ -5,6 +5,7 @@ each rank draws for itself could not equal one process.
 """
 
 import hashlib
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ class Way:
         dtypes: In which `make libraries` runs it; `make equivalence` takes float64.
         on_three: Whether `make libraries` runs it on three ranks, too.
         rounds_as: A coarser dtype, if some of it is computed in that in all models.
+        dtype: Of the models.
+        is_global: As of `Run`.
     """
 
     part: str
@@ -111,27 +114,53 @@ class Way:
     dtypes: tuple[str, ...] = ("float64",)
     on_three: bool = False
     rounds_as: str | None = None
+    dtype: str = "float64"
+    is_global: bool = False
 
-    def tolerance(self, dtype: str) -> float:
+    @property
+    def tolerance(self) -> float:
         """The largest relative difference that is rounding."""
-        return TOLERANCES[self.rounds_as or dtype]
+        return TOLERANCES[self.rounds_as or self.dtype]
 
     @property
     def title(self) -> str:
-        """Part and name, which no other way has."""
-        return f"{self.part}: {self.name}"
+        """Part, name and how it is run, which no other way has."""
+        batch = "global" if self.is_global else "rank"
+        return f'{self.part}: {self.name}, {self.dtype}, batch="{batch}"'
 
-    def arrays(self, run: Run, dtype: str) -> dict[str, Any]:
-        """What the training leaves, as arrays by name, in models of this dtype."""
-        with models_in(dtype):
+    def oracle(self) -> dict[str, Any] | str:
+        """What one process leaves, as arrays by name; or an error, as text.
+
+        The other ranks must not wait for the one that has it.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return self._train(folder, is_oracle=True)
+            except Exception:
+                return traceback.format_exc()
+
+    def compare(self, expected: dict[str, Any] | str) -> tuple[float, float, str]:
+        """Train on all ranks, which must hold the same bits.
+
+        Returns:
+            The largest relative difference from `oracle()`, the tolerance, and the name
+            of the array that has it.
+        """
+        with tempfile.TemporaryDirectory() as own:
+            arrays = self._train(keras_dist.broadcast(own), is_oracle=False)
+            digests = keras_dist.gather(digest(arrays))  # all ranks have read its files
+        assert has_state(arrays), f"not all of its training is compared: {list(arrays)}"
+        largest, name = difference(arrays, expected)
+        assert len(set(digests)) == 1
+        return largest, self.tolerance, name
+
+    def _train(self, folder: str, *, is_oracle: bool) -> dict[str, Any]:
+        run = Run(
+            keras_dist.size(), is_oracle, self.is_traced, Path(folder), self.is_global
+        )
+        with models_in(self.dtype):
             keras.utils.set_random_seed(5)
             return dict(_named_arrays(self.train(run)))
-
-    def run_of(
-        self, size: int, folder: Path, *, is_oracle: bool, is_global: bool = False
-    ) -> Run:
-        """A run of this way, by `size` ranks or by one process."""
-        return Run(size, is_oracle, self.is_traced, folder, is_global)
 
 
 @dataclass
@@ -150,21 +179,6 @@ class Registry:
             return train
 
         return add
-
-
-def train_plainly(
-    way: Way, dtype: str, is_global: bool, size: int, folder: Path
-) -> dict[str, Any] | str:
-    """What one process leaves of a way, in a folder of its own; or an error, as text.
-
-    The other ranks must not wait for the one that has it.
-    """
-    folder.mkdir(parents=True)
-    try:
-        run = way.run_of(size, folder, is_oracle=True, is_global=is_global)
-        return way.arrays(run, dtype)
-    except Exception:
-        return traceback.format_exc()
 
 
 def difference(
