@@ -231,6 +231,19 @@ def normalized():
     )
 
 
+def dropping():
+    """Statistics of batches, and dropout."""
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(6),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+
+
 def convolution():
     """Pictures."""
     return keras.Sequential(

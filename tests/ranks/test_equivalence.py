@@ -13,7 +13,7 @@ from claims import (
     read_by_keras,
     train_on_one_process,
 )
-from models import Repeated, in_precision, make_compiled, perceptron, unbuilt
+from models import Repeated, dropping, in_precision, make_compiled, perceptron, unbuilt
 
 import keras_dist
 
@@ -139,17 +139,8 @@ def test_without_a_seed_each_epoch_has_another_order(world):
 @pytest.mark.several_ranks
 def test_moving_statistics_are_the_same_on_all_ranks(world, rows):
     """BatchNormalization evaluates and saves one model, not one a rank."""
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(6),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(1, activation="sigmoid"),
-        ]
-    )
     compiled = {"metrics": ["accuracy"], "jit_compile": False}
-    model.compile("adam", "binary_crossentropy", **compiled)
+    model = make_compiled(dropping, "adam", "binary_crossentropy", **compiled)
     given = {"batch_size": 8, "epochs": 2, "validation_data": rows, "verbose": 0}
     history = keras_dist.dist_fit(model, *rows, **given)
     assert_equal_to_the_bit(model)

@@ -13,6 +13,7 @@ from claims import (
     slow_on_three,
     warned,
 )
+from models import dropping, make_compiled
 
 import keras_dist
 
@@ -115,18 +116,9 @@ def test_resync_makes_the_ranks_equal_again(rows, make_model):
 @several_ranks
 def test_what_ranks_may_hold_differently_is_not_reported(rows):
     """Statistics, metrics, generators, accumulators."""
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(8),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(1),
-        ]
-    )
     adam = keras.optimizers.Adam(gradient_accumulation_steps=3)
-    model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
+    how = {"metrics": ["mae"], "run_eagerly": True}
+    model = make_compiled(dropping, adam, "mse", **how)
     fit(model, rows, keras_dist.ReplicaCheck(every=1), validation_data=rows)
 
 
