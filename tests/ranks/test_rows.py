@@ -97,19 +97,6 @@ def several(of, x, y, z):
     return gathering + missing_targets(of, x, y, z)
 
 
-LOSSES = {
-    function.__name__: function
-    for function in (
-        mean_and_sum,
-        missing_targets,
-        attention,
-        negatives,
-        neighbors,
-        rows_against_all,
-    )
-}
-
-
 class Step(Stepping):
     """A train step that computes one of these losses."""
 
@@ -148,11 +135,16 @@ def assert_equal(loss, data=(X, Y), rows=10, *, batch="global", plain=None, **co
 
 @pytest.mark.three_ranks
 @pytest.mark.parametrize(
-    "name", shortened(LOSSES, {"mean_and_sum", "rows_against_all"})
+    "loss",
+    shortened(
+        [mean_and_sum, missing_targets, attention, negatives, neighbors]
+        + [rows_against_all],
+        {mean_and_sum, rows_against_all},
+    ),
 )
-def test_a_loss_over_the_rows_of_all_ranks_equals_one_process(name):
+def test_a_loss_over_the_rows_of_all_ranks_equals_one_process(loss):
     """The last batch has 3 rows: on two ranks 2 and 1. Keras logs its last step."""
-    assert_equal(LOSSES[name])
+    assert_equal(loss)
 
 
 @pytest.mark.three_ranks
@@ -184,20 +176,19 @@ def test_gathered_rows_have_the_order_of_the_global_batch(kind, batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("loss", "how"),
     shortened(
         itertools.product(
-            ["mean_and_sum", "missing_targets", "neighbors"],
-            ["run_eagerly", "jit_compile"],
+            [mean_and_sum, missing_targets, neighbors], ["run_eagerly", "jit_compile"]
         ),
-        {("neighbors", "run_eagerly"), ("missing_targets", "jit_compile")},
+        {(neighbors, "run_eagerly"), (missing_targets, "jit_compile")},
     ),
 )
-def test_it_does_so_without_a_graph_and_under_xla(world, name, how):
+def test_it_does_so_without_a_graph_and_under_xla(world, loss, how):
     """XLA compiles no collective: that step runs without it, with a warning."""
     with warned("without XLA") as messages:
-        assert_equal(LOSSES[name], **{how: True})
-    is_said = how == "jit_compile" and name != "mean_and_sum" and world.rank == 0
+        assert_equal(loss, **{how: True})
+    is_said = how == "jit_compile" and loss is not mean_and_sum and world.rank == 0
     assert bool(messages) == is_said, messages
     assert all("communicates with the other ranks" in text for text in messages)
 
