@@ -166,7 +166,9 @@ def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(
 DIES = (
     """
 import os
+from keras_dist.launch import meeting
 from keras_dist.launch.meeting import Meeting
+meeting.LOST_SECONDS = 3.0
 def die(meeting, *_):
     if len(meeting.find("join")) > 1:
         os._exit(9)

@@ -9,7 +9,7 @@ from launch import MISBEHAVES, launch, prefix
 from keras_dist.launch.monitor.watchdog import EXIT_CODE, Watchdog
 from keras_dist.launch.store import StoreClient
 
-ENDS_SOON = {"KERAS_DIST_STALL_SECONDS": "5"}
+ENDS_SOON = {"KERAS_DIST_STALL_SECONDS": "3"}
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_a_rank_that_sleeps_for_ever_is_named(where, ranks):
     done = launch([MISBEHAVES], ranks=ranks, env=env)
     assert done.returncode == EXIT_CODE, done.stderr
     for rank in range(ranks):
-        for text in ("keras_dist: no rank has made progress for 5 s", "Stack of the"):
+        for text in ("keras_dist: no rank has made progress for 3 s", "Stack of the"):
             assert f"\n{prefix(rank)}{text}" in f"\n{done.stderr}"
     assert re.search(
         r"\nRank 1 is missing: in step \d+ of .* in sleep_for_ever", done.stderr
@@ -59,8 +59,8 @@ def test_ranks_under_horovodrun_are_monitored_too():
     env = ENDS_SOON | {"MISBEHAVES": "sleep callback-7 1"}
     done = launch([MISBEHAVES], ranks=2, launcher="horovodrun", env=env)
     assert done.returncode != 0
-    assert "[1]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
-    assert "[0]<stderr>:keras_dist: no rank has made progress for 5 s" in done.stderr
+    assert "[1]<stderr>:keras_dist: no rank has made progress for 3 s" in done.stderr
+    assert "[0]<stderr>:keras_dist: no rank has made progress for 3 s" in done.stderr
     assert "in sleep_for_ever" in done.stderr
 
 
