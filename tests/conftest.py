@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from forked import forks, run_ranks
+
+__all__ = ["forks", "run_ranks"]
 
 # TensorFlow's start-up lines hide the results, and several ranks run on two cores.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -54,12 +54,23 @@ print(tf.config.threading.get_intra_op_parallelism_threads())
 _SETS = "import tensorflow as tf\ntf.config.threading."
 _SETS += f"set_intra_op_parallelism_threads(7)\n{_REPORTS}"
 
+_DRAWS = """
+import keras_dist
+import numpy as np
+print(np.random.rand(3).tolist())
+"""
+
+_SEEDS = f"import numpy as np\nnp.random.seed(5)\n{_DRAWS}"
+
 _LAUNCHED = {
     "HOROVOD_RANK": "1",
     "HOROVOD_SIZE": "2",
     "HOROVOD_LOCAL_RANK": "1",
     "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
 }
+
+_ANOTHER_JOB = {"HOROVOD_GLOO_RENDEZVOUS_PORT": "4712"}
 
 # What is run in a new process, and with which variables.
 _PROGRAMS = {
@@ -68,6 +79,10 @@ _PROGRAMS = {
     "sets threads": (_SETS, _LAUNCHED),
     "has OpenMP's": (_REPORTS, _LAUNCHED | {"OMP_NUM_THREADS": "3"}),
     "too late": (_TOO_LATE, _LAUNCHED),
+    "draws": (_DRAWS, _LAUNCHED),
+    "draws on the first rank": (_DRAWS, _LAUNCHED | {"HOROVOD_RANK": "0"}),
+    "draws in another job": (_DRAWS, _LAUNCHED | _ANOTHER_JOB),
+    "seeds": (_SEEDS, _LAUNCHED),
 }
 
 # Importing TensorFlow takes seconds: one process does it, and forks.
@@ -104,7 +119,7 @@ def rows():
     return x, (x.sum(axis=1) > 0).astype("float32")
 
 
-def make_model():
+def make_model(metric="mae"):
     """The same model at every call."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
@@ -115,21 +130,21 @@ def make_model():
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )
-    model.compile("adam", "binary_crossentropy", metrics=["accuracy", "auc"])
+    model.compile("adam", "binary_crossentropy", metrics=["accuracy", metric])
     return model
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("metric", "arguments"),
     [
-        {"validation_split": 0.2},
-        {"batch_size": 8, "steps_per_epoch": 3, "shuffle": "batch"},
-        {"class_weight": {0: 1.0, 1: 3.0}, "shuffle": False},
+        ("auc", {"validation_split": 0.2}),
+        ("mae", {"batch_size": 8, "steps_per_epoch": 3, "shuffle": "batch"}),
+        ("mae", {"class_weight": {0: 1.0, 1: 3.0}, "shuffle": False}),
     ],
 )
-def test_one_process_is_plain_keras_to_the_bit(rows, arguments):
+def test_one_process_is_plain_keras_to_the_bit(rows, metric, arguments):
     """Weights and history of `model.fit`; the throughput is all that is added."""
-    expected, model = make_model(), make_model()
+    expected, model = make_model(metric), make_model(metric)
     plain = expected.fit(*rows, epochs=3, verbose=0, **arguments)
     ours = keras_dist.dist_fit(model, *rows, epochs=3, verbose=0, **arguments)
     np.testing.assert_equal(model.get_weights(), expected.get_weights())
@@ -247,6 +262,13 @@ def test_threads_are_divided_early_and_never_against_the_users_settings(printed)
     assert tf.config.threading.get_intra_op_parallelism_threads() == 0  # no launcher
     assert "before the first model or tensor" in printed["too late"]
     assert "Traceback" not in printed["too late"]
+
+
+def test_the_import_seeds_a_script_that_has_not_done_so(printed):
+    """Alike on all ranks, under a launcher that is not ours and cannot seed before."""
+    assert printed["draws"] == printed["draws on the first rank"]
+    assert printed["draws"] != printed["draws in another job"]
+    assert printed["seeds"] == f"{np.random.RandomState(5).rand(3).tolist()}\n"
 
 
 def test_another_backend_and_an_old_keras_are_refused(printed):

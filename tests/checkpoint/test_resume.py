@@ -6,10 +6,12 @@ KILLS=20 in the environment kills so many times instead of a few.
 import json
 import os
 import random
+import signal
 from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
+from forked import alone, torchrun
 from launch import PYTHONPATH, ROOT, launch, start, write_script
 
 from keras_dist.checkpoint import EXIT_CODE
@@ -21,11 +23,16 @@ KILLS = int(os.environ.get("KILLS", "0"))
 PIPELINES = ["shuffled", "divided", "sequence"]
 
 
-def run(folder, number, ranks, end, *, is_equivalent=False, **options):
+def describe(folder, number, end, *, is_equivalent=False, **options):
     """One launch, which trains until `end` (kind, updates) or to the end of it."""
     given = {"folder": str(folder), "launch": number, "end": end}
-    given |= {"is_equivalent": is_equivalent, "options": options}
-    command = [ROOT / "tests" / "ranks" / "resumed.py", json.dumps(given)]
+    return given | {"is_equivalent": is_equivalent, "options": options}
+
+
+def run(folder, number, ranks, end, **options):
+    """Run it under the launcher, which passes a SIGTERM on."""
+    given = json.dumps(describe(folder, number, end, **options))
+    command = [ROOT / "tests" / "ranks" / "resumed.py", given]
     env = {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{ROOT / 'tests'}"}
     done = launch(command, ranks=ranks, timeout=600, env=env)
     assert (done.returncode == 0) == (end is None), done.stdout + done.stderr
@@ -91,17 +98,32 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
         assert len(set(read)) == len(read) >= least
 
 
+_RESUMED = f"""
+import sys
+sys.path[:0] = {[str(ROOT / "tests" / "ranks"), str(ROOT / "tests")]}
+import resumed
+resumed.main({{given}})
+"""
+
+
 @pytest.mark.parametrize(
-    "launches", [[3, 2], pytest.param([2, 3, None], marks=pytest.mark.long)]
+    "launches", [[3, 2], pytest.param([2, 3, 1], marks=pytest.mark.long)]
 )
-def test_another_number_of_ranks_resumes_the_same_training(tmp_path, launches):
+def test_another_number_of_ranks_resumes_the_same_training(
+    run_ranks, tmp_path, launches
+):
     """Fewer, more, and none of a launcher; a global batch of 12, two for an update."""
     options = {"lr_scaling": "none", "steps_scaling": "none", "save_steps": 1}
     options |= {"is_equivalent": True}
     for number, ranks in enumerate(launches):
         is_last = number == len(launches) - 1
         end = None if is_last else ("SIGKILL", 5 + 8 * number)
-        run(tmp_path, number, ranks, end, batch_size=12 // (ranks or 1), **options)
+        options["batch_size"] = 12 // ranks
+        given = describe(tmp_path, number, end, **options)
+        variables = torchrun if ranks > 1 else alone
+        done = run_ranks(variables, range(ranks), ranks, _RESUMED.format(given=given))
+        codes = {code for code, _ in done}
+        assert codes == {0 if is_last else -signal.SIGKILL}, done
     (expected, history), (state, resumed) = (
         result_of(tmp_path, name) for name in ("whole", "cut")
     )
@@ -122,7 +144,7 @@ def test_another_number_of_ranks_resumes_the_same_training(tmp_path, launches):
     }
     assert rows_of_all["cut"] == rows_of_all["whole"]
     found = [len(rows_of(tmp_path, "cut")[n]) for n in (0, 8, 20)]
-    assert list(dict.fromkeys(found)) == [ranks or 1 for ranks in launches]
+    assert list(dict.fromkeys(found)) == launches
 
 
 @pytest.mark.long
@@ -148,17 +170,17 @@ def test_killed_processes_go_on_on_other_ranks(tmp_path, as_data):
 
 
 _TRAINS = """
-import sys, time
+import os, time
 import keras, keras_dist, numpy as np
 
 class Waits(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         print("trains", flush=True)
-        time.sleep(60 * ("waits" in sys.argv))
+        time.sleep(60 * ("WAITS" in os.environ))
 
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
-for resume in sys.argv[1:2] * 2:
+for resume in [os.environ["FOLDER"]] * 2:
     try:
         keras_dist.dist_fit(model, np.ones((8, 1)), np.ones(8), epochs=3, verbose=0,
                             resume=resume, callbacks=[Waits()])
@@ -169,24 +191,23 @@ print("trained", flush=True)
 """
 
 
-def test_a_second_job_with_the_same_folder_ends_at_once(tmp_path):
+def test_a_second_job_with_the_same_folder_ends_at_once(run_ranks, tmp_path):
     """All of its ranks name the first one; when that was killed, it trains."""
     folder = tmp_path / "folder"
-    command = [write_script(tmp_path, _TRAINS), folder]
-    with start([*command, "waits"], stderr=None) as first:
+    script, env = write_script(tmp_path, _TRAINS), {"FOLDER": str(folder)}
+    with start([script], stderr=None, env=env | {"WAITS": "1"}) as first:
         try:
             assert first.stdout.readline() == "trains\n"
-            done = launch(command, ranks=2, timeout=120)
-            assert done.returncode == 1
-            for rank in range(2):
-                why = ("On rank 0: " * rank) + "Another training writes to the folder"
-                assert f"refused {rank} {why}" in done.stdout, done.stdout + done.stderr
+            done = run_ranks(torchrun, [0, 1], 2, _TRAINS, env=env)
             named = f"process {first.pid} on host {os.uname().nodename}, since "
-            assert done.stdout.count(named) == 2
-            assert "trains" not in done.stdout
+            for rank, (code, out) in enumerate(done):
+                why = ("On rank 0: " * rank) + "Another training writes to the folder"
+                assert code == 1 and f"refused {rank} {why}" in out, out
+                assert named in out and "trains\n" not in out
         finally:
             first.kill()
-    assert "trained" in launch(command, timeout=120, check=True).stdout
+    [(code, out)] = run_ranks(alone, [0], 1, _TRAINS, env=env)
+    assert code == 0 and "trained" in out, out
     left = [name for name in os.listdir(folder) if not name.startswith("checkpoint-")]
     assert left == [".checkpoint.lock"]
 

@@ -1,11 +1,9 @@
 """Tasks that do not know of each other are an error; the user's settings come first."""
 
-import json
 import os
-import sys
 
 import pytest
-from launch import launch
+from forked import alone
 
 from keras_dist.clusters import Place
 from keras_dist.comm import runtime, settings
@@ -45,15 +43,10 @@ def test_a_task_that_is_alone_trains(monkeypatch, environ):
     check_not_elastic()
 
 
-def run(code, *arguments, **environ):
-    """Run code in a new interpreter, with these variables."""
-    return launch([sys.executable, "-c", code, *arguments], env=environ)
-
-
 _INIT = """
-import json, os, sys
+import os
 import keras_dist
-for environ in json.loads(sys.argv[1]):
+for environ in {environs}:
     os.environ |= environ
     try:
         keras_dist.init()
@@ -69,12 +62,13 @@ _ELASTIC = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"}
 _MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
-def test_init_raises_before_anything_is_trained():
+def test_init_raises_before_anything_is_trained(run_ranks):
     """Tasks that do not meet, Horovod's elastic mode, `mpirun` without MPI."""
-    done = run(_INIT, json.dumps([_TASKS["jsrun"], _ELASTIC, _MPIRUN]))
-    alone, elastic, mpirun = done.stdout.splitlines()
-    assert alone.startswith("Several tasks were started")
-    assert "jsrun, JSM_NAMESPACE_RANK=1, JSM_NAMESPACE_SIZE=2" in alone
+    environs = [_TASKS["jsrun"], _ELASTIC, _MPIRUN]
+    [(_, out)] = run_ranks(alone, [0], 1, _INIT.format(environs=environs))
+    stranded, elastic, mpirun = out.splitlines()
+    assert stranded.startswith("Several tasks were started")
+    assert "jsrun, JSM_NAMESPACE_RANK=1, JSM_NAMESPACE_SIZE=2" in stranded
     assert "does not train in Horovod's elastic mode" in elastic
     assert "HOROVOD_ELASTIC=1" in elastic and "--restarts" in elastic
     assert "started 2 processes, but Horovod connects 1" in mpirun
@@ -146,13 +140,14 @@ with settings.limit_start(0, 2):
 """
 
 
-def test_a_start_of_mpi_that_takes_too_long_ends_the_rank():
+def test_a_start_of_mpi_that_takes_too_long_ends_the_rank(run_ranks):
     """With the exit code of a stall, and what to do."""
-    done = run(_WAITS, KERAS_DIST_STALL_SECONDS="0.2")
-    assert done.returncode == 70, done.stderr
-    assert "in time" in done.stdout
-    assert "MPI has not connected the ranks for 0.2 s" in done.stderr
-    assert "btl_tcp_if_include" in done.stderr
+    env = {"KERAS_DIST_STALL_SECONDS": "0.2"}
+    [(code, out)] = run_ranks(alone, [0], 1, _WAITS, env=env)
+    assert code == 70, out
+    assert "in time" in out
+    assert "MPI has not connected the ranks for 0.2 s" in out
+    assert "btl_tcp_if_include" in out
 
 
 def test_the_cycles_of_horovod_are_the_users_first(monkeypatch):

@@ -1,6 +1,6 @@
 """`keras_dist.horovod` on one process."""
 
-from launch import launch, write_script
+from forked import alone
 
 _ALONE = """
 import sys
@@ -35,7 +35,7 @@ except RuntimeError as error:
 """
 
 
-def test_one_process_needs_no_horovod(tmp_path):
+def test_one_process_needs_no_horovod(run_ranks):
     """A script runs alone; what is Horovod's own says how to install it."""
-    done = launch([write_script(tmp_path, _ALONE)], check=True)
-    assert "all is well" in done.stdout
+    [(code, out)] = run_ranks(alone, [0], 1, _ALONE)
+    assert code == 0 and "all is well" in out, out

@@ -5,11 +5,8 @@ import uuid
 
 import psutil
 import pytest
-from forked import forks, run_ranks
 
 from keras_dist.launch.store import Store, find_store, store_variables
-
-__all__ = ["forks", "run_ranks"]
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ while rank is None and (line := sys.stdin.readline()):
         for pid in pids:
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 if rank is not None:
-    file = os.open(rank["output"], os.O_WRONLY | os.O_CREAT)
+    file = os.open(rank["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable()  # a rank that hangs says where, by SIGABRT
@@ -79,7 +79,7 @@ def run_ranks(forks, tmp_path):
         ]
         print(json.dumps(jobs), file=forks.stdin, flush=True)
         pids = json.loads(forks.stdout.readline())
-        end = threading.Timer(60, lambda: [abort(pid) for pid in pids])
+        end = threading.Timer(120, lambda: [abort(pid) for pid in pids])
         end.start()
         codes = [int(forks.stdout.readline()) for _ in pids]
         end.cancel()
@@ -87,6 +87,11 @@ def run_ranks(forks, tmp_path):
         return list(zip(codes, texts, strict=True))
 
     return run
+
+
+def alone(rank, size, port):
+    """No launcher."""
+    return {}
 
 
 def torchrun(rank, size, port):

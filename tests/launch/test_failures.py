@@ -1,9 +1,10 @@
 """A rank that fails ends the job, and its own error is the one to read."""
 
+import signal
 import socket
 
 import pytest
-from forked import torchrun
+from forked import alone, torchrun
 from launch import MISBEHAVES, launch, write_script
 
 _READS_RESULTS = """
@@ -58,24 +59,27 @@ def test_ranks_that_leave_together_have_not_failed(tmp_path):
 
 
 _KILLED = """
-import os, signal, sys
+import os, signal
 import keras, keras_dist, numpy as np
+from keras_dist.training import saving
+
+saving.install()  # as the import does in a rank that was not forked
+path, kills = os.environ["FILE"], "KILLS" in os.environ
 
 @keras.saving.register_keras_serializable("tests")
 class Heavy(keras.layers.Dense):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         store["padding"] = np.random.default_rng(0).random(2**20)
-        if "kill" in sys.argv and int(model.optimizer.iterations) > 4:
+        if kills and int(model.optimizer.iterations) > 4:
             os.kill(os.getpid(), signal.SIGKILL)
     def load_own_variables(self, store):
         self.kernel.assign(store["0"])
         self.bias.assign(store["1"])
 
-path = sys.argv[1]
 model = keras.Sequential([keras.Input((2,)), Heavy(1)])
 model.compile("sgd", "mse")
-if "kill" in sys.argv:
+if kills:
     saves = keras.callbacks.ModelCheckpoint(path, save_weights_only="weights" in path)
     keras_dist.dist_fit(model, np.ones((32, 2)), np.ones(32), batch_size=4, epochs=2,
                         verbose=0, callbacks=[saves])
@@ -88,12 +92,14 @@ else:
 @pytest.mark.parametrize(
     "name", [pytest.param("model.keras", marks=pytest.mark.long), "model.weights.h5"]
 )
-def test_a_killed_process_leaves_the_file_before(tmp_path, name):
+def test_a_killed_process_leaves_the_file_before(run_ranks, tmp_path, name):
     """Killed in the middle of the second checkpoint: the first one loads."""
-    command = [write_script(tmp_path, _KILLED), tmp_path / name]
-    done = launch([*command, "kill"], ranks=2)
-    assert done.returncode != 0
-    [_, *left] = sorted(file.name for file in tmp_path.iterdir())  # after the draft
-    assert left == [name, "script.py"]
-    loaded = launch(command)
-    assert "loaded" in loaded.stdout, loaded.stderr
+    folder = tmp_path / "files"
+    folder.mkdir()
+    env = {"FILE": str(folder / name)}
+    done = run_ranks(torchrun, [0, 1], 2, _KILLED, env=env | {"KILLS": "1"})
+    assert done[0][0] == -signal.SIGKILL, done
+    [_, *left] = sorted(file.name for file in folder.iterdir())  # after the draft
+    assert left == [name]
+    [(code, out)] = run_ranks(alone, [0], 1, _KILLED, env=env)
+    assert code == 0 and "loaded" in out, out

@@ -1,9 +1,7 @@
 """A script without a seed draws the same on all ranks, before, in and after a fit."""
 
 import re
-import sys
 
-import numpy as np
 from launch import launch, prefix, write_script
 
 # No package of ours: seeded before the script's first line.
@@ -78,26 +76,3 @@ def test_a_split_without_a_seed(tmp_path):
     for word in ("split", "within", "after"):
         first, second = lines(done, word)
         assert first == second != [], done.stdout
-
-
-IMPORTS = """
-import sys
-import numpy as np
-if "seeds" in sys.argv:
-    np.random.seed(5)
-import keras_dist
-print(np.random.rand(3).tolist())
-"""
-
-
-def test_the_import_seeds_a_script_that_has_not_done_so():
-    """Under a launcher that is not ours, which cannot seed before it."""
-    drawn = []
-    for rank, words in enumerate(([], [], ["seeds"])):
-        variables = {"RANK": rank, "SIZE": 3, "LOCAL_RANK": rank, "LOCAL_SIZE": 3}
-        variables["GLOO_RENDEZVOUS_PORT"] = 4711
-        env = {f"HOROVOD_{name}": str(value) for name, value in variables.items()}
-        command = [sys.executable, "-c", IMPORTS, *words]
-        drawn.append(launch(command, env=env).stdout)
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn[2] == f"{np.random.RandomState(5).rand(3).tolist()}\n"
