@@ -4,6 +4,7 @@ ROWS_FIRST=0 ROWS_COUNT=200 tries others, and more.
 """
 
 import contextlib
+import functools
 import os
 import random
 from collections import Counter
@@ -51,6 +52,7 @@ class Case:
         ids = np.arange(self.rows)
         return KINDS[self.kind](ids.astype("float32"), ids, self.batch_size)
 
+    @functools.cache  # noqa: B019 - of a few cases
     def counted(self) -> Counter[int]:
         """How often one process reads each row, in a plain pass."""
         data = self.data()
