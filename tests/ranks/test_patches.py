@@ -9,6 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 from claims import shortened
+from models import make_compiled, normalized
 
 import keras_dist
 
@@ -29,17 +30,8 @@ class Broken(keras.callbacks.Callback):
 
 def make():
     """A model with all that is changed: loss, rate, synchronized statistics."""
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(4),
-            keras.layers.BatchNormalization(synchronized=True),
-            keras.layers.Dense(1, activation="sigmoid"),
-        ]
-    )
-    optimizer = keras.optimizers.SGD(0.1)
-    model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
-    return model
+    sgd = keras.optimizers.SGD(0.1)
+    return make_compiled(normalized, sgd, "mse", metrics=["accuracy"])
 
 
 def patched(model):

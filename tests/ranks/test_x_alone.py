@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_equals_one_process, shortened
+from data_kinds import kept, slices
 from models import Stepping, make_compiled
 
 import keras_dist
@@ -83,10 +84,6 @@ WRAPS = {
 }
 
 
-def dataset(x, size):
-    return tf.data.Dataset.from_tensor_slices(x).batch(size)
-
-
 def in_batches(x, size):
     """A list of batches of some structure of arrays."""
     ends = range(0, ROWS, size)
@@ -96,8 +93,8 @@ def in_batches(x, size):
 
 KINDS = {
     "arrays": lambda x, size: x,
-    "data set": dataset,
-    "filtered": lambda x, size: dataset(x, size).filter(lambda *_: tf.constant(True)),
+    "data set": lambda x, size: slices(x).batch(size),
+    "filtered": lambda x, size: slices(x).batch(size).filter(kept),
     "sequence": lambda x, size: Numbered(in_batches(x, size)),
     "generator": lambda x, size: (batch for batch in in_batches(x, size)),
 }
