@@ -39,7 +39,7 @@ Rates = Mapping[str, Mapping[str, Sequence[float]]]
 _HEAD = """# Performance
 
 Written by `make bench`; do not edit. Rows per second of all ranks together, on {ranks}
-ranks of {cores} cores ({machine}, no GPU); each rank has its share of the threads.
+ranks and {cores} cores ({machine}, no GPU); each rank has its share of the threads.
 Medians of {rounds} rounds (smallest to largest). In each round all systems took turns,
 in a different order. The input is random images of 28 × 28 pixels, with 128 rows per
 batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
