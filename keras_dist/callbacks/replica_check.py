@@ -127,7 +127,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         others = [f"`{path}`" for path in paths[1:_SHOWN]]
         if more := len(paths) - 1 - len(others):
             others.append(f"and {more} more")
-        also = f"; nor are {', '.join(others)}" if others else ""
+        also = f"; so do {', '.join(others)}" if others else ""
         if self.action == "resync":
             advice = f"They are copied from rank {root} to all."
         else:
@@ -139,7 +139,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         return (
             "The ranks no longer hold the same model. Received: after step "
             f"{self._last_batch + 1} of epoch {self._epoch + 1}, `{paths[0]}` on "
-            f"{ranks_in_words(ranks)} is not what it is on {ranks_in_words(agreeing)}"
+            f"{ranks_in_words(ranks)} differs from {ranks_in_words(agreeing)}"
             f"{also}. {advice}"
         )
 
@@ -174,5 +174,5 @@ def _name_causes(model: Any) -> str:
     return (
         f"Make callbacks and `{own_step.__qualname__}` change weights and rates alike "
         "on every rank. A step that adds to a weight and subtracts it again leaves "
-        "roundings: assign a copy of the weight instead."
+        "rounding errors: assign a copy of the weight instead."
     )
