@@ -19,7 +19,7 @@ upper, lower = images[:, :32] / 16, images[:, 32:] / 16
 
 
 def encoder():
-    """Make an encoder of a half as a vector of length 1."""
+    """Make an encoder that maps half an image to a vector of length 1."""
     return keras.Sequential(
         [
             keras.Input((32,)),

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist.data.arrays import (
-    UNEVEN,
+    RAGGED_OR_SPARSE,
     Arrays,
     draw_keras_order,
     is_arrays,
@@ -593,8 +593,8 @@ def _take_smallest(*steps: int | None) -> int | None:
 
 def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> None:
     leaves = keras.tree.flatten([source.data, given["y"], given["sample_weight"]])
-    is_uneven = any(isinstance(leaf, UNEVEN) for leaf in leaves)
-    if spec.size > 1 and spec.shard != "none" and is_uneven:
+    is_ragged = any(isinstance(leaf, RAGGED_OR_SPARSE) for leaf in leaves)
+    if spec.size > 1 and spec.shard != "none" and is_ragged:
         raise ValueError(
             "Ragged and sparse tensors cannot be sharded. Received: x of "
             f"type {source.type_name}. Pass dense arrays, or split the data yourself "

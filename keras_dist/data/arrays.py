@@ -12,7 +12,7 @@ from keras_dist.data.division import Division
 from keras_dist.data.pipeline import as_untuned, with_length
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
-UNEVEN = (tf.RaggedTensor, tf.SparseTensor)
+RAGGED_OR_SPARSE = (tf.RaggedTensor, tf.SparseTensor)
 
 
 class Arrays:
@@ -89,7 +89,7 @@ def is_arrays(data: Any) -> bool:
     return bool(leaves) and all(
         hasattr(leaf, "shape")
         and (tf.is_tensor(leaf) or hasattr(leaf, "__array__") or is_scipy_sparse(leaf))
-        and not isinstance(leaf, UNEVEN)
+        and not isinstance(leaf, RAGGED_OR_SPARSE)
         for leaf in leaves
     )
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.arrays import UNEVEN
+from keras_dist.data.arrays import RAGGED_OR_SPARSE
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import (
     as_untuned,
@@ -286,6 +286,6 @@ def digest_batches(batches: Iterable[Any]) -> str:
             digest.update(f"{array.shape} {array.dtype}".encode())
             is_text = array.dtype.kind == "O"
             digest.update(repr(array).encode() if is_text else array.tobytes())
-        if not isinstance(leaf, UNEVEN) and array.ndim:
+        if not isinstance(leaf, RAGGED_OR_SPARSE) and array.ndim:
             rows |= {repr(row) if is_text else row.tobytes() for row in array}
     return EQUAL_ROWS * (len(rows) <= 1) + digest.hexdigest()

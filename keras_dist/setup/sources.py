@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data import draws
-from keras_dist.data.arrays import UNEVEN, is_arrays, lists_to_arrays
+from keras_dist.data.arrays import RAGGED_OR_SPARSE, is_arrays, lists_to_arrays
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
 from keras_dist.data.presharded import Presharded, find_presharded
@@ -122,7 +122,7 @@ def _receive(batches: Iterator[Any]) -> Iterator[Any]:
 
 def _to_arrays(batch: Any) -> Any:
     leaves = keras.tree.flatten(batch)
-    if any(isinstance(leaf, UNEVEN) for leaf in leaves):
+    if any(isinstance(leaf, RAGGED_OR_SPARSE) for leaf in leaves):
         raise ValueError(
             'With shard="first" batches of arrays are sent. Received: '
             f"{[type(leaf).__name__ for leaf in leaves]}"
