@@ -51,6 +51,9 @@ assert hvd.allgather_object(rank, process_set=own) == own.ranks
 variables = [keras.Variable(float(rank)), tf.Variable(rank)]
 hvd.broadcast_variables(variables, own.ranks[-1], process_set=own)
 assert [float(variable) for variable in variables] == [own.ranks[-1]] * 2
+variables[0].assign(10.0 + rank)
+hvd.broadcast_variables(variables[:1], 2)
+assert float(variables[0]) == 12
 added = hvd.add_process_set([0, 1])
 assert added.process_set_id and added.included() == (rank < 2)
 if added.included():

@@ -39,7 +39,9 @@ def test_all_hosts_end_and_say_why(net, shared):
 
     code, lines, _ = ended(stranger)
     assert code == 1
-    assert "another secret than that of the job at a:29400" in lines[0], lines
+    assert "a secret that differs from the secret of the job at a:29400" in lines[0], (
+        lines
+    )
     net.signal_command(waiting, signal.SIGINT)
     assert ended(waiting)[0] == 128 + signal.SIGINT
     for process, others in zip(failing, ("Rank 0 on d was ", None), strict=True):

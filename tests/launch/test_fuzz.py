@@ -51,8 +51,8 @@ def test_a_stranger_changes_nothing_in_the_store(store, client, capfd):
     before, token = dict(store.values), store.token.decode()
     tokens = ["", "0" * 32, "secret", token[:31], derive_secret("another", "store")]
     tokens += ["ü"]
-    names = [f"0:{store.port}/keras_dist_watch/{name}" for name in ("beat.0", "*")]
-    names += ["global/0", "probe", "../etc/passwd", ""]
+    stored = f"0:{store.port}/keras_dist_watch/beat.0"
+    names = ["global/0", "probe", "../etc/passwd", "", f"{stored[:-6]}*", *[stored] * 5]
     accepted = []
     for _ in range(MESSAGES):
         method = generator.choice(["GET", "PUT", "DELETE", "HEAD", "POST", "get"])

@@ -121,18 +121,24 @@ def dataset(x):
     return tf.data.Dataset.from_tensor_slices(x).batch(8)
 
 
-KINDS = ["batched", "sequence", "generator", "filtered batches"]
+def unknown(x, y, batch_size):
+    """Rows without targets, in batches of unknown number."""
+    return dataset(x).filter(lambda rows: True)
+
+
+KINDS = {name: BATCHES[name] for name in ("batched", "sequence", "filtered batches")}
+KINDS |= {"generator": BATCHES["generator"], "rows alone": unknown}
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("kind", shortened(KINDS, {"batched", "generator"}))
+@pytest.mark.parametrize("kind", shortened(KINDS, {"generator", "rows alone"}))
 def test_batches_are_predicted_in_turns_and_gathered_in_order(world, kind):
     """By any kind of data and `steps`; on all ranks, on the first one, or on none."""
     x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.set_weights(keras_dist.broadcast(model.get_weights()))
     many = keras_dist.DistributedModel(model)
-    data = partial(BATCHES[kind], x, np.zeros(53), 8)
+    data = partial(KINDS[kind], x, np.zeros(53), 8)
     for steps in (3, 1, None):
         # With `steps` Keras itself predicts whole executions of a graph.
         model.compile(steps_per_execution=1 if steps else 2)
