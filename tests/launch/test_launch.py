@@ -236,7 +236,7 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path, left_behind):
     path = stand_in(tmp_path, "echo no way >&2\nexit 255\n")
     done = run(*hosts, write_script(tmp_path, _SLEEPS), PATH=path)
     assert done.returncode == 255
-    assert done.stderr.startswith("no way\nkeras-dist: the command on b has ended")
+    assert done.stderr.startswith("no way\nkeras-dist: the command on b ended")
     assert "connection to it was lost: exit code 255." in done.stderr
 
 
