@@ -68,7 +68,7 @@ def describe_data(
     if validation is not None:
         # On one line: no row is left out.
         texts = [_describe_rows(validation, size), _describe_steps(validation, size)]
-        text = ", ".join(filter(None, texts)).replace("an epoch", "steps")
+        text = ", ".join(filter(None, texts)).replace("per epoch", "steps")
         lines.append(("validation", ": ".join(filter(None, (validation.kind, text)))))
     return lines
 
@@ -101,7 +101,7 @@ def _describe_steps(rows: Rows, size: int) -> str:
     rule = f" ({rows.rule})" if rows.rule else ""
     is_same = (rows.is_global or size == 1) and rows.steps_before == rows.steps
     before = "" if rows.steps_before is None or is_same else f"{rows.steps_before:,} → "
-    return f"{before}{rows.steps:,} an epoch{rule}"
+    return f"{before}{rows.steps:,} per epoch{rule}"
 
 
 def format_number(value: float) -> str:

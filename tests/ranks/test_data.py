@@ -39,7 +39,7 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
     if world.rank > 0:
         assert box == ""
     elif world.size == 1:
-        assert "1 (serial)" in box and "12 an epoch" in box
+        assert "1 (serial)" in box and "12 per epoch" in box
     else:
         n = world.size
         for text in (
@@ -47,7 +47,7 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
             keras_dist.comm.transport_name(),
             f"8 rows per rank, {8 * n} global",
             "101 → ",
-            f"12 → {-(-12 // n)} an epoch (steps scaled: divide)",
+            f"12 → {-(-12 // n)} per epoch (steps scaled: divide)",
             f"0.1 → 0.{n} (linear: × {n}, after 3 epochs of warm-up)",
             "arrays, sharded by row, shuffled",
         ):

@@ -183,7 +183,7 @@ def test_the_plan_says_whose_batch_it_is(capsys, world):
     shares = f"{more} × {least + 1} + " if more > 1 else f"{least + 1} + " * (more > 0)
     if world.rank == 0:
         assert f"10 global: {shares}{world.size - more} × {least} rows" in shown
-        assert "5 an epoch" in shown and "→ 5 an epoch" not in shown
+        assert "5 per epoch" in shown and "→ 5 per epoch" not in shown
 
 
 def _divided(x, y, **options):

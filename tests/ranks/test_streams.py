@@ -89,7 +89,7 @@ def test_the_plan_says_how_batches_are_sharded(world, rows, make_model, capsys):
     """Sharded, or used as already split if the ranks' batches differ."""
     x, y = rows
     own = slice(world.rank, None, world.size)
-    steps = f"3 → {-(-3 // world.size)} an epoch"
+    steps = f"3 → {-(-3 // world.size)} per epoch"
     for data, texts in (
         (dataset_of(x, y), ("sharded by batch, round robin", steps)),
         (dataset_of(x[own], y[own]), ("already split",)),
