@@ -62,13 +62,13 @@ def describe_data(
     lines = [("batch", _describe_batch(training, size)), ("data", training.kind)]
     for label, text in (
         ("rows", _describe_rows(training, size)),
-        ("steps", _describe_steps(training, size)),
+        ("steps", _describe_steps(training, size, "per epoch")),
     ):
         lines += [(label, text)] if text else []
     if validation is not None:
         # On one line: no row is left out.
-        texts = [_describe_rows(validation, size), _describe_steps(validation, size)]
-        text = ", ".join(filter(None, texts)).replace("per epoch", "steps")
+        steps = _describe_steps(validation, size, "steps")
+        text = ", ".join(filter(None, (_describe_rows(validation, size), steps)))
         lines.append(("validation", ": ".join(filter(None, (validation.kind, text)))))
     return lines
 
@@ -95,13 +95,13 @@ def _describe_rows(rows: Rows, size: int) -> str:
     return f"{rows.total:,} → {each} per rank"
 
 
-def _describe_steps(rows: Rows, size: int) -> str:
+def _describe_steps(rows: Rows, size: int, unit: str) -> str:
     if rows.steps is None:
         return ""
     rule = f" ({rows.rule})" if rows.rule else ""
     is_same = (rows.is_global or size == 1) and rows.steps_before == rows.steps
     before = "" if rows.steps_before is None or is_same else f"{rows.steps_before:,} → "
-    return f"{before}{rows.steps:,} per epoch{rule}"
+    return f"{before}{rows.steps:,} {unit}{rule}"
 
 
 def format_number(value: float) -> str:

@@ -31,7 +31,7 @@ _JOBS = (
 
 @dataclass(frozen=True)
 class World:
-    """Rank and size of this process. The defaults are those of a single process.
+    """Rank and size of this process; the defaults describe a single process.
 
     Args:
         rank: Number of this process, from 0 (the first rank) to size − 1.

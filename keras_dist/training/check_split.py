@@ -23,7 +23,7 @@ from keras_dist.training import (
 
 @dataclass(frozen=True)
 class Split:
-    """How the gradients of two parts of a batch relate to the gradient of the whole.
+    """The gradients of two parts of a batch, compared with the gradient of the batch.
 
     Args:
         kinds: For each update of the step, what its gradients are over rows: "mean",
