@@ -322,7 +322,7 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
         for is_like in [loss == "a mean" or most == BRAIN]
     }
     | {
-        "mixed_float16": ("half", momentum, {"tolerance": HALF}, SHARED, ON_TWO),
+        "mixed_float16": ("half", momentum, {"tolerance": HALF}, SHARED),
         "mixed_bfloat16": ("brain", momentum, {"tolerance": BRAIN}),
         "bfloat16": ("all brain", momentum, {"tolerance": 2 * BRAIN}),
     },
@@ -350,10 +350,10 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     | {"RMSprop(momentum=0.5, clipnorm=0.02)": ("embedding", _rmsprop, LONG)},
     "ways to train": {
         "Sequential without Input": ("unbuilt", momentum, ON_TWO),
-        "dicts in and out": ("two inputs", adam, ON_TWO),
+        "dicts in and out": ("two inputs", adam),
         "repeated layer names": ("repeated names", momentum, ON_TWO),
         "compute_loss, add_loss, a spare variable": ("own loss", momentum, ON_TWO),
-        "a train_step of one's own": ("own step", adam, ON_TWO),
+        "a train_step of one's own": ("own step", adam),
         "pictures": ("convolution", adam),
         "four steps an execution, and a tail": (
             *("perceptron", momentum, _steps(4), {"batch_size": 7}),

@@ -201,7 +201,7 @@ def shuffled(rows, batch_size, kind):
     "kind",
     shortened(
         ["known", "unknown length", "left over", "two shuffles", "cache"],
-        {"unknown length", "left over"},
+        {"unknown length"},
     ),
 )
 def test_a_seeded_shuffle_has_the_order_of_one_process(world, rows, make_model, kind):

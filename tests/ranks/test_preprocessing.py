@@ -66,7 +66,7 @@ def compiled():
     ("kind", "batch"),
     shortened(
         itertools.product(["lists", "dataset"], ["global", "rank"]),
-        {("lists", "global"), ("dataset", "rank")},
+        {("lists", "global")},
     ),
 )
 def test_a_model_may_preprocess_rows_in_fit(kind, batch):

@@ -153,7 +153,7 @@ class CallsFunction(keras.Sequential):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.parametrize("options", [{}, {"jit_compile": True}])
+@pytest.mark.parametrize("options", shortened([{}, {"jit_compile": True}], [{}]))
 def test_a_function_in_a_step_keeps_no_trace(rows, options):
     """After `compile`, the next fit would use tensors of the last one."""
     x, y = (array[:96] for array in rows)
