@@ -38,7 +38,7 @@ PAGES = {
     "warmup_epochs": "../how_to/learning_rate.md",
     "steps_scaling": "../how_to/learning_rate.md",
     "validation_steps_scaling": "../how_to/learning_rate.md",
-    "shard": "../how_to/learning_rate.md",
+    "shard": "../concepts/batch.md",
     "target_accuracy": "../how_to/learning_rate.md",
     "resume": "../how_to/resume.md",
     "save_steps": "../how_to/resume.md",

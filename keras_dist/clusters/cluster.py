@@ -42,6 +42,11 @@ class Place:
                 f"{self.port}, from {', '.join(self.variables)}."
             )
 
+    @property
+    def job(self) -> str:
+        """A text that all ranks of the job have; "" if the launcher connects them."""
+        return f"{self.launcher} {self.address}:{self.port}" if self.address else ""
+
 
 class Cluster(ABC):
     """A launcher that starts ranks and describes them by environment variables."""

@@ -41,8 +41,7 @@ def meet(place: Place) -> None:
             other, or if the port is in use.
     """
     # By the launcher's name of the host: some ranks may know an address of it alone.
-    job = f"{place.launcher} {place.address}:{place.port}"
-    secret = os.environ.get(SECRET) or derive_secret(job, "without a secret")
+    secret = os.environ.get(SECRET) or derive_secret(place.job, "without a secret")
     if place.launcher == Slurm.name:
         place = replace(place, address=_resolve_node(place.address))
     name = socket.gethostname()

@@ -65,7 +65,7 @@ def prepare() -> None:
     if place is None or _runtime.device is not None or is_rank_child():
         return
     _mark_process()
-    seed_generators()
+    seed_generators(place.job)
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
     is_binding = place.launcher == "horovodrun" or is_unbound()
     _runtime.device = choose_device(world_at(place), is_binding=is_binding)

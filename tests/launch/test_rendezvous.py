@@ -13,9 +13,13 @@ from launch import MISBEHAVES
 
 # Prints the weights' digest: the same for all launchers, and on all ranks.
 TRAIN = """
-import hashlib, os
+import hashlib, os, random
 import keras, numpy as np
 import keras_dist
+random.seed()
+np.random.set_bit_generator(np.random.MT19937())  # as in a process that is not forked
+keras_dist.init()
+print("drawn", random.random(), np.random.rand())
 keras.utils.set_random_seed(3)
 x = np.random.default_rng(0).normal(size=(21, 4)).astype("float32")
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -80,10 +84,12 @@ def pods(rank, size, port):
     ids=lambda variables: variables.__name__,
 )
 def test_ranks_meet_and_train_one_model(run_ranks, variables):
-    """Two processes have the same weights, and know all ranks."""
+    """Two processes have the same weights and first draws, and know all ranks."""
     done = run_ranks(variables, [0, 1], 2, TRAIN)
-    lines = [line for _, out in done for line in out.splitlines() if "trained" in line]
+    printed = [line for _, out in done for line in out.splitlines()]
+    lines = [line for line in printed if line.startswith("trained")]
     assert [code for code, _ in done] == [0, 0], done
+    assert len({line for line in printed if line.startswith("drawn")}) == 1, printed
     assert [line.split()[1:3] for line in lines] == [["0", "2"], ["1", "2"]]
     assert len({line.split()[-1] for line in lines}) == 1
     is_one_host = variables in (slurm, torchrun, tf_config)

@@ -113,15 +113,18 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def seed_generators() -> None:
+def seed_generators(job: str = "") -> None:
     """Seed `random` and `numpy.random` alike on all ranks, before a script first draws.
 
     A script that has seeded NumPy's before is left alone.
+
+    Args:
+        job: A text that all ranks of the job have, for launchers without an id for it.
     """
     import numpy as np  # noqa: PLC0415 - the launcher and `install-horovod` have none
 
     ids = map(os.environ.get, f"{_IDS} SLURM_JOB_ID".split())
-    found = next(filter(None, ids), None)
+    found = next(filter(None, ids), job)
     given = os.environ.get(SEED) or (found and str(zlib.crc32(found.encode())))
     if given and not given.strip().removeprefix("-").isdecimal():
         raise ValueError(f"{SEED} must be a whole number. Received: {SEED}={given}")
