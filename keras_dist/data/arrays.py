@@ -1,5 +1,6 @@
 """Arrays, sharded by row: the order of the rows, and a data set of one rank's rows."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,13 @@ class Arrays:
         def convert(leaf: Any) -> Any:
             if is_scipy_sparse(leaf):
                 return leaf.tocsr()  # of which rows can be sliced
-            is_usable = tf.is_tensor(leaf) or isinstance(leaf, np.memmap)
-            return leaf if leaf is None or is_usable else np.asarray(leaf)
+            if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap):
+                return leaf
+            array = np.asarray(leaf)
+            return array[:, None] if isinstance(leaf, series) else array  # as Keras
+
+        # Not imported here: without pandas there is no Series.
+        series = getattr(sys.modules.get("pandas"), "Series", ())
 
         pieces = keras.tree.map_structure(convert, (x, y, sample_weight))
         self.x, self.y, self.sample_weight = pieces

@@ -1,14 +1,22 @@
 """Every kind of data trains, and the plan says how it is sharded."""
 
+import importlib
 import itertools
 import subprocess
 import sys
+import types
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, largest_difference
+from claims import (
+    assert_equal_to_the_bit,
+    assert_equals_one_process,
+    largest_difference,
+)
 from data_kinds import Sequence
+from models import make_compiled
 
 import keras_dist
 
@@ -61,6 +69,50 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
     keras_dist.dist_fit(make_model(keras.optimizers.SGD(schedule)), *rows, verbose=2)
     read = f"schedule read at step × {world.size}" in capsys.readouterr().out
     assert read == (world.rank == 0 and world.size > 1)
+
+
+class _Series(np.ndarray):
+    """Stands in for a Series of pandas, where that is not installed."""
+
+
+class _SquaredError(keras.losses.Loss):
+    """Gives (B, B) for targets (B,), where Keras's own losses add the axis."""
+
+    def call(self, y, prediction):
+        return keras.ops.square(y - prediction)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_pandas_series_has_the_axis_that_keras_adds(
+    rows, folder, monkeypatch, resumes
+):
+    """Keras makes (B, 1) of it: inputs, targets, weights and validation data."""
+
+    def make():
+        inputs = {name: keras.Input((1,), name=name) for name in "ab"}
+        return keras.Model(inputs, keras.layers.Dense(1)(inputs["a"] + inputs["b"]))
+
+    def make_data(convert, batch_size):
+        x = {name: convert(rows[0][:96, column]) for column, name in enumerate("ab")}
+        y, weight = convert(rows[1][:96]), convert(rows[0][:96, 2] ** 2)
+        more = {"batch_size": batch_size, "validation_data": (x, y)}
+        return {"x": x, "y": y, "sample_weight": weight} | more
+
+    try:
+        series = importlib.import_module("pandas").Series
+    except ImportError:
+        modules = types.SimpleNamespace(Series=_Series)
+        monkeypatch.setitem(sys.modules, "pandas", modules)
+
+        def series(array):
+            return array.view(_Series)
+
+    assert_equals_one_process(
+        lambda: make_compiled(make, "sgd", _SquaredError(), run_eagerly=True),
+        lambda size: make_data(series, size),
+        plain_data=lambda size: make_data(lambda array: array[:, None], size),
+        options={"resume": folder} if resumes else {},
+    )
 
 
 @pytest.mark.several_ranks
