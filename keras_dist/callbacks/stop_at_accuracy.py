@@ -6,7 +6,7 @@ import keras
 
 from keras_dist import comm
 from keras_dist.data.division import check_count
-from keras_dist.lines import say
+from keras_dist.lines import say, warn
 
 
 class StopAtAccuracy(keras.callbacks.Callback):
@@ -21,7 +21,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
 
     Raises:
         ValueError: If `patience` is not an integer of at least 1; or, on all ranks, if
-            `monitor` is not in the logs.
+            `monitor` is not in the logs. Without any evaluation it is a warning.
 
     Example:
 
@@ -63,7 +63,12 @@ class StopAtAccuracy(keras.callbacks.Callback):
         )
         if None in values:
             if is_due:
-                raise _make_error(self.monitor, logs, values.index(None))
+                raise ValueError(
+                    f"The metric {self.monitor!r} that StopAtAccuracy monitors is not "
+                    f"in the logs of rank {values.index(None)}. Received: logs with "
+                    f"{sorted(logs)}. Pass one of these as `monitor`, add the metric "
+                    "to `compile`, or pass `validation_data`."
+                )
             return
         self._was_seen = True
         value = sum(values) / len(values)
@@ -76,16 +81,12 @@ class StopAtAccuracy(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if not self._was_seen and logs:
-            raise _make_error(self.monitor, logs, comm.rank())
+        if not self._was_seen and logs and comm.rank() == 0:
+            warn(
+                f"StopAtAccuracy has not seen {self.monitor!r}, because no evaluation "
+                f"was made. Received: logs with {sorted(logs)}. Pass `validation_data` "
+                "and a `validation_freq` of at most the number of epochs."
+            )
         # Not before the progress bar has ended its line.
         if self._line and comm.rank() == 0 and self.params.get("verbose"):
             say(self._line)
-
-
-def _make_error(monitor: str, logs: dict[str, Any], rank: int) -> ValueError:
-    return ValueError(
-        f"The metric {monitor!r} that StopAtAccuracy monitors is not in the logs of "
-        f"rank {rank}. Received: logs with {sorted(logs)}. Pass one of these as "
-        "`monitor`, add the metric to `compile`, or pass `validation_data`."
-    )

@@ -11,6 +11,7 @@ from claims import (
     largest_difference,
     raises_everywhere,
     state_of,
+    warned,
 )
 from models import update
 
@@ -129,7 +130,7 @@ def test_target_accuracy_stops(world, rows, make_model, capsys):
 
 def test_an_unknown_metric_is_an_error_on_all_ranks(rows, make_model):
     """The message lists the metrics in the logs."""
-    for monitor, data in (("val_acc", rows), ("accurate", None), ("val_acc", None)):
+    for monitor, data in (("val_acc", rows), ("accurate", None)):
         call = {"validation_data": data, "verbose": 0, "epochs": 2}
         call["callbacks"] = [keras_dist.StopAtAccuracy(0.6, monitor=monitor)]
         raises_everywhere(
@@ -138,6 +139,20 @@ def test_an_unknown_metric_is_an_error_on_all_ranks(rows, make_model):
             repr(monitor),
             "'accuracy'",
         )
+
+
+def test_a_training_without_an_evaluation_ends_with_a_warning(world, rows, make_model):
+    """None was due, or there is no data for one: the history is returned."""
+    stop = keras_dist.StopAtAccuracy(0.9)
+    for given in (
+        {"validation_data": rows, "target_accuracy": 0.9, "validation_freq": 5},
+        {"callbacks": [stop]},
+    ):
+        with warned("validation_freq") as texts:
+            history = keras_dist.dist_fit(
+                make_model(), *rows, epochs=2, verbose=0, **given
+            )
+        assert history.epoch == [0, 1] and len(texts) == (world.rank == 0)
 
 
 @pytest.mark.three_ranks
