@@ -33,6 +33,9 @@ from keras_dist.training.rows import gather_loss
 # Losses of Keras that are one number for the whole batch, whatever their reduction.
 _OVER_BATCH = {"dice", "tversky", "circle"}
 
+# Operations of a functional model that compute each row by itself.
+_BY_ROW = {"Add", "Subtract", "Multiply", "Divide", "TrueDivide"}
+
 
 def num_rows(data: Any) -> Any:
     """Rows in a batch: the length of the first axis of its targets, or of its inputs.
@@ -48,20 +51,40 @@ def num_rows(data: Any) -> Any:
 
 def is_declared(model: Any) -> bool:
     """Return True if Keras alone computes what a step differentiates and logs."""
-    methods = ("call", "compute_loss", "train_step")
+    methods = ("call", "compute_loss", "compute_metrics", "train_step")
     layers = private.layers_of(model, include_self=False)
     compiled, _ = private.compiled_parts(model)
     losses = private.losses_in(compiled)
     return (
         all(is_keras_method(model, name) for name in methods)
+        and is_keras_method(model.optimizer, "apply_gradients")
         and (compiled is None or bool(losses))
-        and all(type(layer).__module__.startswith("keras.") for layer in layers)
+        and all(map(_is_keras_layer, layers))
+        and all(map(_computes_by_row, [model, *layers]))
         and (
             _divides_activity()
             or all(layer.activity_regularizer is None for layer in layers)
         )
         and all(find_declared_kind(loss) is not None for loss in losses)
         and all(map(_is_keras_metric, stateful_metrics(model.metrics)))
+    )
+
+
+def _is_keras_layer(layer: Any) -> bool:
+    """Return True for a layer of Keras that calls no function of the user's.
+
+    That may be its activation, its regularizer, or the function of a `Lambda`.
+    """
+    called = [layer, *filter(callable, vars(layer).values())]
+    modules = [getattr(each, "__module__", None) or "" for each in called]
+    return all(module.startswith("keras.") for module in modules)
+
+
+def _computes_by_row(layer: Any) -> bool:
+    """Return True unless a functional model has operations that may compare rows."""
+    return all(
+        isinstance(each, keras.layers.Layer) or type(each).__name__ in _BY_ROW
+        for each in getattr(layer, "operations", ())
     )
 
 
@@ -96,7 +119,8 @@ def split_step(
     model: Any, step: Callable[[Any], Any], kinds: step_context.LossKinds
 ) -> Callable[[Any], Any]:
     """Return a step whose losses and logs are this rank's parts of the global batch."""
-    is_logged = not is_keras_method(model, "train_step")
+    methods = ("train_step", "compute_metrics")
+    is_logged = not all(is_keras_method(model, name) for name in methods)
 
     def run(data: Any) -> Any:
         with _take_parts(model, kinds):
@@ -307,7 +331,8 @@ def _part(reduction: str, masks: list[Any], sample_weight: Any, dtype: Any) -> A
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         weights = tf.cast(sample_weight, tf.float64)
         if divisor is not None:
-            weights *= tf.reshape(divisor, tf.shape(weights))
+            is_alike = weights.shape.rank == divisor.shape.rank
+            weights *= divisor if is_alike else tf.reshape(divisor, tf.shape(weights))
         divisor = weights
     is_mean = reduction in ("sum_over_batch_size", "mean", "mean_with_sample_weight")
     if divisor is None or not is_mean:

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, warned
+from claims import assert_equals_one_process, shortened, warned
 from keras import ops
-from models import Stepping
+from models import Stepping, sentences, tagger
 
 import keras_dist
 
@@ -233,6 +233,23 @@ def test_a_loss_equals_one_process(name, how):
         )
     wrong = ("differs from the gradient", "Training without XLA")
     assert not [m for m in messages if any(text in m for text in wrong)]
+
+
+@pytest.mark.parametrize("columns", shortened([1, 6], {1}))
+def test_a_mean_divides_by_the_weights_of_all_rows(columns):
+    """Weights of rows or of words, of which some are masked."""
+    x, y = sentences(22)
+    weights = np.random.default_rng(4).uniform(size=(22, columns))
+
+    def make():
+        keras.utils.set_random_seed(7)
+        model = tagger()
+        reduction = "mean_with_sample_weight"
+        model.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction))
+        return model
+
+    how = {"batch": "global", "tolerance": 1e-10, "sample_weight": weights}
+    assert_equals_one_process(make, (x, y), 4, **how)
 
 
 def test_more_elements_than_horovod_counts_are_an_error_on_all_ranks():

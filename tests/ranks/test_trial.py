@@ -107,6 +107,72 @@ def test_a_step_that_ranks_cannot_equal_is_said(world, way, run_eagerly):
     assert_equal_to_the_bit(model)
 
 
+class Sparse(keras.regularizers.Regularizer):
+    """Compares the mean activity of the batch with a number."""
+
+    def __call__(self, activity):
+        return keras.ops.sum(keras.ops.square(keras.ops.mean(activity, 0) - 0.1))
+
+
+class Clips(keras.optimizers.SGD):
+    """Changes gradients before it applies them."""
+
+    def apply_gradients(self, pairs):
+        pairs = [(tf.clip_by_norm(gradient, 0.01), v) for gradient, v in pairs]
+        return super().apply_gradients(pairs)
+
+
+def centered(x):
+    return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+WITH_OWN_CODE = {
+    "regularizer": lambda: keras.layers.Dense(2, activity_regularizer=Sparse()),
+    "activation": lambda: keras.layers.Dense(2, activation=centered),
+    "lambda": lambda: keras.layers.Lambda(centered),
+    "operation": lambda: centered,
+    "optimizer": lambda: keras.layers.Dense(2),
+}
+
+
+@pytest.mark.parametrize(
+    "way", shortened(WITH_OWN_CODE, {"regularizer", "operation", "optimizer"})
+)
+def test_a_function_in_an_object_of_keras_is_tried(world, way):
+    """What compares rows may stand in a layer, a graph of operations, an optimizer."""
+    inputs = keras.Input((3,))
+    outputs = keras.layers.Dense(1)(WITH_OWN_CODE[way]()(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile(Clips() if way == "optimizer" else "sgd", "mse")
+    assert len(fit(model)) == (world.rank == 0)
+
+
+class Counts(keras.Model):
+    """Counts errors in `compute_metrics`: a sum over rows."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.errors = keras.metrics.Mean("errors")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.errors.update_state(tf.reduce_sum(tf.abs(y - y_pred)))
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return logs | {"largest": 2 * tf.reduce_sum(y_pred)}
+
+
+def test_numbers_of_compute_metrics_are_those_of_all_rows():
+    """A tracker, and a number that it adds to the logs."""
+
+    def make():
+        inputs = keras.Input((3,))
+        model = Counts(inputs, keras.layers.Dense(1, kernel_initializer="ones")(inputs))
+        model.compile("sgd", "mse")
+        return model
+
+    how = {"batch": "global", "tolerance": 1e-11, "epochs": 2}
+    assert_equals_one_process(make, (X, Y), 24, **how)
+
+
 def test_layers_that_normalize_by_the_rows_of_a_rank_are_named_first(world):
     """Their statistics are fixed in the trial."""
     texts = fit(make("clip", normalizes=True))
