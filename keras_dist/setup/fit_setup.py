@@ -148,7 +148,7 @@ def prepare(
             'made by DistributedOptimizer(…, op="sum"). Leave one out.'
         )
     world = comm.init()
-    callbacks, options = _take_over_warmup(given["callbacks"], options)
+    callbacks, options, steps = _take_over_warmup(given["callbacks"], options)
     is_kept = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
     if is_kept and options.resume is not None:
         raise ValueError(
@@ -161,6 +161,7 @@ def prepare(
     # A schedule is a function of the step, and has its value at the same epoch.
     step_multiplier = world.size if options.steps_scaling == "divide" else 1
     training, validation = _make_feeds(given, options, spec)
+    steps = steps or training.plan.steps
     is_given = given["validation_data"] is not None or given["validation_split"]
     if options.target_accuracy is not None and not is_given:
         raise ValueError(
@@ -176,7 +177,7 @@ def prepare(
         averaging=averaging,
         factor=factor,
         step_multiplier=step_multiplier,
-        warmup_steps=count_warmup_steps(options.warmup_epochs, training.plan.steps),
+        warmup_steps=count_warmup_steps(options.warmup_epochs, steps),
         plan=[
             *_describe_ranks(),
             *plan.describe_data(
@@ -223,19 +224,23 @@ def _describe_resume(options: Options, training: Feed) -> Iterator[tuple[str, st
     yield "resume", f"an interrupted epoch {text}"
 
 
-def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options]:
+def _take_over_warmup(
+    given: Any, options: Options
+) -> tuple[list[Any], Options, int | None]:
     """Turn a `LearningRateWarmup` in the user's list into options.
 
     Returns:
-        The callbacks without it, and the options: else the rate would be scaled twice.
+        The callbacks without it, else the rate would be scaled twice; the options; and
+        its steps of an epoch.
     """
-    callbacks = order_callbacks(given, options.target_accuracy)
+    steps, callbacks = None, order_callbacks(given, options.target_accuracy)
     others = [c for c in callbacks if not isinstance(c, LearningRateWarmup)]
     for warmup in callbacks:
         if isinstance(warmup, LearningRateWarmup):
             scaling, epochs = warmup.lr_scaling, warmup.warmup_epochs
+            steps = warmup.steps_per_epoch
             options = replace(options, lr_scaling=scaling, warmup_epochs=epochs)
-    return others, options
+    return others, options, steps
 
 
 def _make_arguments(

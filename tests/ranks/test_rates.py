@@ -5,6 +5,7 @@ import math
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from claims import slow_on_three
 
 import keras_dist
@@ -77,6 +78,17 @@ def test_the_warmup_callback_in_a_list_takes_over(world):
     full = math.sqrt(world.size)
     expected = [1 + (full - 1) * step / 4 for step in range(4)] + [full] * 4
     assert moves(model, world, epochs=2, callbacks=[warmup]) == pytest.approx(expected)
+
+
+def test_the_warmup_callback_says_the_steps_of_data_of_unknown_length(world):
+    """In `dist_fit` as in `model.fit`; the steps are those of each rank."""
+    model = slope(keras.optimizers.SGD(1.0))
+    x = tf.zeros((8 * world.size, 1))
+    data = tf.data.Dataset.from_tensors((x, x)).unbatch().filter(lambda *_: True)
+    warmup = keras_dist.LearningRateWarmup(2, steps_per_epoch=4)
+    keras_dist.dist_fit(model, data.batch(2), callbacks=[warmup], verbose=0)
+    moved = sum(1 + (world.size - 1) * step / 8 for step in range(4))
+    assert float(model.position) == pytest.approx(moved)
 
 
 def test_a_schedule_is_read_at_the_steps_of_one_process(world):
