@@ -74,7 +74,8 @@ def sum(value: Any) -> Any:
         value: As in `average`.
 
     Returns:
-        The same structure. Integers stay integers.
+        The same structure. Integers stay integers: in int64 those of NumPy, as in its
+        own `sum`, and tensors of fewer than 32 bits.
 
     Raises:
         TypeError: If `value` contains something that `average` does not accept.
@@ -271,18 +272,19 @@ def sum_compressed(flat: Any, largest: Any, *, kind: str, name: str) -> Any:
     return tf.reshape(_decode(sums, shift, kind), [-1])[:length]
 
 
-def total(tensor: Any, *, purpose: str) -> Any:
+def total(tensor: Any, *, purpose: str, divisor: int | None = None) -> Any:
     """Sum a tensor over all ranks.
 
     Args:
         tensor: A tensor of the same shape and dtype on every rank.
         purpose: Part of the collective's name: what the collective is for.
+        divisor: Of the sum, before its dtype is that of `tensor` again.
     """
     link, _ = runtime.connection()
     if link is None:
         return tensor
     result = transport.allreduce(link, sendable(tensor), name=name_of(purpose))
-    return tf.cast(result, tensor.dtype)
+    return tf.cast(result if divisor is None else result / divisor, tensor.dtype)
 
 
 def gather_rows(tensor: Any, *, name: str) -> Any:
@@ -366,22 +368,23 @@ def _hide(tensor: Any) -> Any:
 def _average_one(value: Any) -> Any:
     _check_number(value)
     _, world = runtime.connection()
-    return _sum_one(_to_float(value)) / world.size
+    return _sum_one(_to_float(value), world.size)
 
 
-def _sum_one(value: Any) -> Any:
+def _sum_one(value: Any, divisor: int | None = None) -> Any:
     _check_number(value)
     link, _ = runtime.connection()
     if link is None:
         return value
     is_python = isinstance(value, (int, float))
+    is_array = isinstance(value, (np.ndarray, np.generic))
     tensor = _tensor(np.asarray(value) if is_python else value)
-    if tensor.dtype == tf.bool:
+    if not tensor.dtype.is_floating and tensor.dtype.size < (8 if is_array else 4):
         tensor = tf.cast(tensor, tf.int64)
-    tensor = total(tensor, purpose="sum")
+    tensor = total(tensor, purpose="sum", divisor=divisor)
     if is_python:
         return tensor.numpy().item()
-    return tensor.numpy() if isinstance(value, (np.ndarray, np.generic)) else tensor
+    return tensor.numpy() if is_array else tensor
 
 
 def _gather_bytes(message: bytes, run: Callable[[Any], Any]) -> list[bytes]:

@@ -94,12 +94,28 @@ def test_numbers_arrays_and_tensors_are_summed_and_averaged(world):
     assert keras_dist.average({"a": [1.0 * world.rank]}) == {"a": [total / world.size]}
     array = np.arange(3) * world.rank
     assert keras_dist.sum(array).tolist() == (np.arange(3) * total).tolist()
-    for dtype in ("float64", "float32", "float16", "bfloat16", "int32", "uint8"):
+    for dtype in ("float64", "float32", "float16", "bfloat16", "int32", "int64"):
         tensor = tf.cast([world.rank, 1], dtype)
         summed = keras_dist.sum(tensor)
         assert summed.dtype == tensor.dtype
         assert tf.cast(summed, "int64").numpy().tolist() == [total, world.size]
     assert keras_dist.average(tf.constant([True, False])).numpy().tolist() == [1, 0]
+
+
+@pytest.mark.several_ranks
+def test_no_sum_or_average_overflows_a_narrow_dtype(world):
+    """`np.sum` gives int64, too; an average has the dtype of its floats."""
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32"):
+        largest = np.array([np.iinfo(dtype).max], dtype)
+        for value in (largest, largest[0], tf.constant(largest)):
+            if tf.is_tensor(value) and "32" in dtype:
+                continue
+            summed = np.asarray(keras_dist.sum(value))
+            assert summed.dtype == "int64" and summed == int(largest[0]) * world.size
+    half = np.float16(40000.0)
+    for value in (half, tf.constant(half), tf.constant(half, tf.bfloat16)):
+        mean = keras_dist.average(value)
+        assert mean.dtype == value.dtype and mean == value
 
 
 def test_collectives_work_inside_a_graph(world):
