@@ -11,7 +11,9 @@ from keras_dist.optimizer.attach import is_distributed, move_to_outermost
 from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.training.install import install, uninstall
 from keras_dist.training.same_values import agree_on_constants
-from keras_dist.training.session import GOLDEN, session_of
+from keras_dist.training.session import session_of
+
+GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
 
 class BroadcastVariables(keras.callbacks.Callback):

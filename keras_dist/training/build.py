@@ -193,7 +193,7 @@ def _call_hooks(
     for hook in hooks:
         hook()
     if comm.size() > 1:
-        session.traced.noise.prepare()
+        session.traced.noise.prepare(model)
 
 
 def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:

@@ -17,8 +17,6 @@ from keras_dist.optimizer.step_context import StopRequest
 from keras_dist.training.metrics import UpdateCounts
 from keras_dist.training.trial import Trial
 
-GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
-
 
 def _counter(value: Any) -> tf.Variable:
     # Made outside of any graph. Keras does not track it, or it would be saved.
@@ -37,10 +35,10 @@ class OwnNoise:
         self._seed: int | None = None
         self._generator: keras.random.SeedGenerator | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, model: Any) -> None:
         """Make the generator; a step in which it is made would be traced once more."""
         if self._seed is None:
-            self._seed = _draw_seed()
+            self._seed = _derive_seed(model)
             self._generator = keras.random.SeedGenerator(self._seed)
 
     @contextlib.contextmanager
@@ -57,12 +55,15 @@ class OwnNoise:
             state[private.SEED_GENERATOR] = before
 
 
-def _draw_seed() -> int:
-    """Draw another seed for each model and each rank."""
-    states = random.getstate()  # if Keras makes its generator now, it draws from here
-    drawn = keras.random.randint((), 0, 2**30)  # the same on all ranks
-    random.setstate(states)
-    return (int(drawn) + comm.rank() * GOLDEN) % 2**31
+def _derive_seed(model: Any) -> int:
+    """Return another seed for each model and each rank, without drawing it.
+
+    So the script later draws the same random numbers as on one process.
+    """
+    seed = private.global_seed()
+    first = [keras.ops.ravel(v)[:1].numpy().tolist() for v in model.trainable_variables]
+    given = random.getstate() if seed is None else seed
+    return random.Random(repr((given, first, comm.rank()))).getrandbits(31)
 
 
 class TracedFunctions:

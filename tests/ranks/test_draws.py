@@ -228,3 +228,33 @@ def test_noise_without_a_seed_is_each_ranks_own(world, run_eagerly, jit_compile)
     assert len(set(every)) == len(every)
     after = keras_dist.gather(tf.random.normal(()).numpy().item())
     assert after.count(after[0]) == world.size
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_fit_draws_nothing_from_the_generator_of_keras(is_made):
+    """`random` and `keras.random` go on as after `model.fit`, whoever drew before."""
+    x, drawn = np.eye(48, dtype="float32"), []
+    for fit in keras.Model.fit, keras_dist.dist_fit:
+        keras.utils.set_random_seed(1)
+        model = counting_model()
+        if is_made:
+            keras.random.normal(())
+        fit(model, x, x[:, :1], verbose=0)
+        drawn.append([random.random(), keras.random.normal((8,)).numpy().tolist()])
+    assert drawn[0] == drawn[1]
+
+
+def test_noise_is_another_in_each_model_and_the_same_with_the_same_seed():
+    """Models that are made before the first of them is trained, too."""
+    x, seen = np.zeros((12, 8), "float32"), []
+    for _ in range(2):
+        keras.utils.set_random_seed(3)
+        layers = [[Noise(keras.random.normal), keras.layers.Dense(1)] for _ in "ab"]
+        models = [keras.Sequential([keras.Input((8,)), *pair]) for pair in layers]
+        for model in models:
+            model.compile("sgd", "mse")
+            callback = Seen()
+            given = {"batch_size": 2, "callbacks": [callback], "verbose": 0}
+            keras_dist.dist_fit(model, x, x[:, :1], **given)
+            seen += callback.values
+    assert seen[:2] == seen[2:] and seen[0] != seen[1]
