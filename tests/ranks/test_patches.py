@@ -65,7 +65,7 @@ def patched(model):
         "`result` of metrics without variables": [
             vars(metric).get("result") for metric in model.metrics
         ],
-        "handler of SIGTERM": signal.getsignal(signal.SIGTERM),
+        "handlers of SIGTERM": signal.getsignal(signal.SIGTERM),
     }
 
 
