@@ -18,7 +18,7 @@ from keras_dist.data.division import StepsRule
 from keras_dist.errors import is_known
 from keras_dist.lines import find_caller
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.attach import ReducesGradients, is_distributed
+from keras_dist.optimizer.attach import ReducesGradients
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.setup.arguments import Options
 
@@ -102,11 +102,6 @@ def _end(options: Options) -> None:
         _changes.close()
 
 
-def _is_plain(model: Any, name: str) -> bool:
-    """Return True for Keras's own loop: our call, or one of this rank alone."""
-    return fit.is_passing(model, name) or is_alone() or comm.is_rank_child()
-
-
 def _train(
     model: Any, given: dict[str, Any], options: Options, plain: Callable[..., Any]
 ) -> Any:
@@ -122,7 +117,7 @@ def _on_all(
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         is_serial = name != "fit" and comm.size() == 1
-        if private.OF_FIT in kwargs or is_serial or _is_plain(model, name):
+        if private.OF_FIT in kwargs or is_serial or fit.is_plain(model, name):
             return plain(model, *args, **kwargs)
         given = _bind(plain, model, args, kwargs)
         _meet(model, name)
@@ -144,20 +139,10 @@ def _bind(
     return arguments
 
 
-def _on_batch(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        averages = is_distributed(getattr(model, "optimizer", None))
-        if averages or _is_plain(model, name) or comm.size() == 1:
-            return plain(model, *args, **kwargs)
-        raise RuntimeError(
-            f"`{name}` computes on one rank alone, so that the models of the ranks "
-            f"would drift apart. Received: a call on {comm.size()} ranks, at "
-            f"{find_caller()}. Compile the model with "
-            "keras_dist.DistributedOptimizer, give each rank its own rows, and take "
-            "averages by keras_dist.average; or call `fit`."
-        )
-
-    return call
+def _on_batch(plain: Callable[..., Any], _: str) -> Callable[..., Any]:
+    return lambda model, *args, **kwargs: fit.call_on_batch(
+        model, plain.__get__(model), *args, **kwargs
+    )
 
 
 def _on_apply(plain: Callable[..., Any], _: str) -> Callable[..., Any]:

@@ -14,7 +14,11 @@ import keras
 
 from keras_dist import comm, mixin, private
 from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
-from keras_dist.callbacks.user_callbacks import autolog_once, runs_on_first_rank_only
+from keras_dist.callbacks.user_callbacks import (
+    autolog_once,
+    is_alone,
+    runs_on_first_rank_only,
+)
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
@@ -22,7 +26,8 @@ from keras_dist.data.arrays import is_arrays, lists_to_arrays
 from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source
-from keras_dist.lines import show
+from keras_dist.lines import find_caller, show
+from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.plan import draw_box
 from keras_dist.setup import sources
@@ -253,12 +258,12 @@ def run_loop(
         return loop(**arguments)
 
 
-def is_passing(model: Any, name: str) -> bool:
-    """Return True if `run_loop` calls the model's method, the first time."""
+def is_plain(model: Any, name: str) -> bool:
+    """Return True for Keras's own method: `run_loop` calls it, or one rank alone."""
     is_ours = _passing.get() == (id(model), name)
     if is_ours:
         _passing.set(None)  # a callback may call it once more, for all ranks
-    return is_ours
+    return is_ours or is_alone() or comm.is_rank_child()
 
 
 def _takes_data(method: Callable[..., Any]) -> bool:
@@ -351,6 +356,20 @@ def predict(
         return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 
+def call_on_batch(model: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a model's `train_on_batch` or `test_on_batch`, unless models would drift."""
+    name, size = method.__name__, comm.job_world().size
+    averages = is_distributed(getattr(model, "optimizer", None))
+    if averages or is_plain(model, name) or size == 1:
+        return method(*args, **kwargs)
+    raise RuntimeError(
+        f"`{name}` computes on one rank alone, so that the models of the ranks would "
+        f"drift apart. Received: a call on {size} ranks, at {find_caller()}. Compile "
+        "the model with keras_dist.DistributedOptimizer, give each rank its own rows, "
+        "and take averages by keras_dist.average; or call `fit`."
+    )
+
+
 def _make_feed(
     name: str, pieces: dict[str, Any], given: dict[str, Any], options: Options
 ) -> Feed:
@@ -419,6 +438,8 @@ class DistributedModel:
 
     Raises:
         TypeError: If an option is unknown.
+        RuntimeError: Later, on several ranks, if `train_on_batch` or `test_on_batch` is
+            called without a `DistributedOptimizer`.
 
     Example:
 
@@ -541,7 +562,11 @@ class DistributedModel:
         # A copy that is being made has no model yet, and its methods are not those.
         if name == "model" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.model, name)
+        value = getattr(self.model, name)
+        if name not in ("train_on_batch", "test_on_batch"):
+            return value
+        call = functools.partial(call_on_batch, self.model, value)
+        return functools.wraps(value)(call)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.model, name, value)

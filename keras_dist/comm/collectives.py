@@ -367,8 +367,7 @@ def _hide(tensor: Any) -> Any:
 
 def _average_one(value: Any) -> Any:
     _check_number(value)
-    _, world = runtime.connection()
-    return _sum_one(_to_float(value), world.size)
+    return _sum_one(_to_float(value), runtime.connection()[1].size)
 
 
 def _sum_one(value: Any, divisor: int | None = None) -> Any:

@@ -224,9 +224,7 @@ def _describe_resume(options: Options, training: Feed) -> Iterator[tuple[str, st
     yield "resume", f"an interrupted epoch {text}"
 
 
-def _take_over_warmup(
-    given: Any, options: Options
-) -> tuple[list[Any], Options, int | None]:
+def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options, Any]:
     """Turn a `LearningRateWarmup` in the user's list into options.
 
     Returns:

@@ -198,10 +198,13 @@ def test_a_plain_fit_in_another_thread_is_keras_own(rows):
 def test_what_cannot_be_made_equal_is_an_error(world, rows, make_model):
     """Loops by batches, and updates of a loop; `DistributedOptimizer` allows them."""
     model = make_model()
+    many = keras_dist.DistributedModel(model)  # the same inside and outside
     with keras_dist.distribute():
-        for method in (model.train_on_batch, model.test_on_batch):
-            with pytest.raises(RuntimeError, match="DistributedOptimizer"):
-                method(*rows)
+        methods = [model.train_on_batch, model.test_on_batch]
+    for method in (*methods, many.train_on_batch, many.test_on_batch):
+        with pytest.raises(RuntimeError, match="_on_batch.*test_distribute.*Distribut"):
+            method(*rows)
+    with keras_dist.distribute():
         model.build((None, 5))
         grads = [tf.zeros_like(v) for v in model.trainable_variables]
         with pytest.raises(RuntimeError, match=r"loop of your own.*test_distribute.py"):
@@ -211,6 +214,8 @@ def test_what_cannot_be_made_equal_is_an_error(world, rows, make_model):
         keras_dist.DistributedOptimizer(model.optimizer)
         model.optimizer.apply(grads, model.trainable_variables)
         model.test_on_batch(*rows)
+    many.train_on_batch(*rows)
+    assert "sample_weight" in inspect.signature(many.train_on_batch).parameters
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         keras_dist.distribute(bach="global")
     with pytest.raises(ValueError, match="`batch` must be"):
