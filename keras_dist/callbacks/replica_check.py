@@ -89,7 +89,8 @@ class ReplicaCheck(keras.callbacks.Callback):
     ) -> None:
         before = self._steps
         # With `steps_per_execution` this is not called after each step.
-        self._steps += batch - self._last_batch
+        # After a resume, batches are counted from 0 again in the middle of an epoch.
+        self._steps += batch - (self._last_batch if batch > self._last_batch else -1)
         self._last_batch = batch
         if self.every and self._steps // self.every > before // self.every:
             self.check()

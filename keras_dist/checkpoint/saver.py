@@ -22,7 +22,7 @@ from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
 from keras_dist.lines import say, warn
 from keras_dist.setup.fit_setup import FitSetup
-from keras_dist.training import build
+from keras_dist.training import build, losses
 from keras_dist.training.session import session_of
 from keras_dist.training.step import own_train_step
 
@@ -93,7 +93,7 @@ class SaveRequests:
 
 
 class SavedExit(SystemExit):
-    """The end of a rank that was asked to end, after all ranks have saved.
+    """The end of a rank that was asked to end; the same command continues.
 
     `keras-dist run` knows it by its name.
     """
@@ -122,6 +122,7 @@ class Saver(keras.callbacks.Callback):
         self._write: futures.Future[str] | None = None
         self._epoch = self._done = 0
         self._random: Any = None
+        self._rates: list[Any] = []
 
     def close(self) -> None:
         """Write what is left, and restore the handlers of signals."""
@@ -153,19 +154,22 @@ class Saver(keras.callbacks.Callback):
         saved = self._resume.saved
         self._requests.begin()
         with comm.together():
-            # This rank's own state of a callback, else the first rank's.
-            self._states.begin(
-                saved.callbacks | self._own(saved)["callbacks"] if saved else {}
-            )
+            self._states.begin()
         if saved is None:
             return
+        self._restore_callbacks(saved)
         if not saved.position.step:
+            # Before `on_epoch_begin` of callbacks, which may change what it restores.
+            self._restore_model(saved)
             states.restore_random(self._own(saved)["random"])
-        if saved.is_finished or saved.position.epoch >= self.params["epochs"]:
-            self._restore_unstarted()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._done = epoch, 0
+        saved = self._resume.saved
+        if saved and saved.position.step and saved.position.epoch == epoch:
+            # Undo that of the callbacks: it is the second one in this epoch.
+            self._restore_callbacks(saved)
+            self._rates = states.set_rates(self.model, saved.rates)
 
     def on_train_batch_begin(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -187,7 +191,7 @@ class Saver(keras.callbacks.Callback):
         if ends:
             if self._saves_within_epochs:
                 self._save(self._position(self._done))
-            self._exit()
+            self._exit(has_saved=self._saves_within_epochs)
         every = self._resume.options.save_steps
         is_due = every is not None and self._done // every > before // every
         if self._saves_within_epochs and (is_due or saves):
@@ -233,15 +237,14 @@ class Saver(keras.callbacks.Callback):
         )
         self._write = self._thread.submit(self._resume.folder.write, saved.tree())
 
-    def _exit(self) -> NoReturn:
+    def _exit(self, *, has_saved: bool = True) -> NoReturn:
         """End this process after the checkpoint is written; all ranks call this."""
         self._end_write()
         comm.gather(None)  # no rank ends before, since its end ends the others
         if comm.rank() == 0:
-            say(
-                f"keras_dist: received SIGTERM in epoch {self._epoch + 1}; the "
-                f"same command resumes from {self._resume.folder.path}"
-            )
+            where, path = f"epoch {self._epoch + 1}", self._resume.folder.path
+            again = f"resumes from {path}" if has_saved else f"begins {where} again"
+            say(f"keras_dist: received SIGTERM in {where}; the same command {again}")
         self._requests.is_leaving = True
         raise SavedExit(EXIT_CODE)
 
@@ -260,7 +263,10 @@ class Saver(keras.callbacks.Callback):
                 starts: Any = [] if statistics is None else statistics["before"]
                 if len(saved.ranks) == comm.size():
                     starts = None
+                rates = list(map(comm.to_array, self._rates))
                 states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+                for variable, value in zip(self._rates, rates, strict=True):
+                    variable.assign(value)  # which a callback may have set
                 saved.arrays.clear()
 
     def _restore_own(self) -> None:
@@ -284,28 +290,49 @@ class Saver(keras.callbacks.Callback):
             before, now = saved.warmup_steps, self._setup.warmup_steps
             states.restore_rates(self.model, saved.rates, now / before if before else 1)
 
+    def _restore_callbacks(self, saved: Saved) -> None:
+        with comm.together():
+            # This rank's own state of a callback, else the first rank's.
+            self._states.restore(saved.callbacks | self._own(saved)["callbacks"])
+
+    def _restore_model(self, saved: Saved) -> None:
+        """Restore the model before its first step, if it can be built now.
+
+        Else the first step builds and restores it, but for its learning rates.
+        """
+        model, session = self.model, session_of(self.model)
+        spec = getattr(self._feed.data, "element_spec", None)
+        spec = spec[0] if session.is_marked and spec else spec
+        with comm.together():
+            if losses.is_keras_method(model, "train_step"):
+                build.build_early(model, spec)
+        if all(comm.gather(states.describe_model(model) == saved.model)):
+            session.traced.use_trial(session.traced.trial)  # the first step counts rows
+            build.start_built(model, session)
+        elif saved.is_finished or saved.position.epoch >= self.params["epochs"]:
+            self._restore_unstarted()
+        else:
+            self._rates = states.set_rates(model, saved.rates)
+
     def _restore_unstarted(self) -> None:
         """Restore the model at once, because no epoch is left and so no first step."""
-        model, session = self.model, session_of(self.model)
-        is_built = model.built  # perhaps on some ranks: all make the same collectives
+        model, session, feed = self.model, session_of(self.model), self._feed
         with comm.together():
-            data = None if is_built else self._read_first_batch()
-        if is_built:
-            with comm.together():
+            if feed.division is not None:
+                batch, _ = session.split_mark(Source(feed.data).first(1)[0])
+            elif not model.built:
+                raise ValueError(
+                    "The training is finished, and there is no data to build the model "
+                    "from before it is restored. Received: a model that is not built. "
+                    "Build it before, for example with an `Input` as its first layer."
+                )
+            else:
                 build_optimizers(model)
-            build.start_traced(model, session)
+        if feed.division is None:
+            build.start_built(model, session)
         else:
             own_step, is_eager = own_train_step(model), model.run_eagerly
-            build.start(model, session, data, own_step, is_eager=is_eager)
-
-    def _read_first_batch(self) -> Any:
-        if self._feed.division is None:
-            raise ValueError(
-                "The training is finished, and there is no data to build the model "
-                "from before it is restored. Received: a model that is not built. "
-                "Build it before, for example with an `Input` as its first layer."
-            )
-        return Source(self._feed.data).first(1)[0]
+            build.start(model, session, batch, own_step, is_eager=is_eager)
 
 
 @contextlib.contextmanager

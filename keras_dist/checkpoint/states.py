@@ -1,6 +1,7 @@
 """The state of a training: of the model, its callbacks and random generators."""
 
 import contextlib
+import copy
 import itertools
 import random
 import time
@@ -98,6 +99,21 @@ def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
     digests = {name: digest(value) for name, value in values.items()}
     first = comm.broadcast(digests)
     return {n: v for n, v in values.items() if digests[n] != first.get(n)}
+
+
+def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
+    """Set the learning rates before the model is restored; return their variables.
+
+    Args:
+        model: The model, perhaps not built.
+        rates: The saved `read_rates`; older checkpoints have no rate in them.
+    """
+    variables = []
+    for leaf, progress in zip(_leaves(model), rates, strict=False):
+        if "rate" in progress and isinstance(private.rate_of(leaf), keras.Variable):
+            variables.append(private.rate_of(leaf))
+            variables[-1].assign(progress["rate"])
+    return variables
 
 
 def restore_first(
@@ -253,17 +269,17 @@ class CallbackStates:
                 self._callbacks[f"{name} {counts[name]}"] = callback
         self._at_begin: dict[str, dict[str, bytes]] = {}
 
-    def begin(self, saved: dict[str, Any]) -> None:
-        """Restore the saved states, after `on_train_begin` of the callbacks.
-
-        Args:
-            saved: What `collect` returned, read from a file.
-        """
+    def begin(self) -> None:
+        """Note the states after `on_train_begin` of the callbacks."""
         for key, callback in self._callbacks.items():
             state = {} if _has_state_dict(callback) else _attributes(callback)
             self._at_begin[key] = {name: digest(state[name]) for name in state}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore the states that `collect` returned, read from a file."""
+        for key, callback in self._callbacks.items():
             if key in saved:
-                _restore(callback, saved[key])
+                _restore(callback, copy.deepcopy(saved[key]))
 
     def collect(self) -> dict[str, Any]:
         """Return the states of callbacks by class name and number, as JSON."""

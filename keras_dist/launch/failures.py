@@ -30,7 +30,7 @@ class RankEnd:
             it did not.
         text: Its traceback, or the stacks of a crash.
         is_secondary: Whether another rank caused the error.
-        is_saved: Whether it was asked to end by SIGTERM, and all ranks have saved.
+        is_saved: Whether it was asked to end by SIGTERM, and ended with the others.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Report:
 
     Args:
         ends: The end of each rank, as of the time when the host began to end them.
-        saved: Whether all ranks were asked to end, and have saved.
+        saved: Whether all ranks were asked to end, and ended together.
         error: Why no rank could be started; empty if they were.
         signal: The signal that the launcher has received; 0 for none.
     """
@@ -101,8 +101,8 @@ def describe_failure(
 
     if primary and all(end.is_saved for end in primary):
         return (
-            "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
-            "The same command continues from there."
+            "keras-dist: the ranks were asked to end by SIGTERM, and ended together. "
+            "The same command continues."
         ), primary[0].code or 1
     if causes and not (primary and failures):
         lines, code, first = [f"keras-dist: {causes.pop(0)}"], 1, None

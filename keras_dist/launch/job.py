@@ -40,7 +40,7 @@ from keras_dist.launch.store import make_slots
 # has to reach the first host.
 _TIMEOUT, _SSH_TIMEOUT = 300.0, 20.0
 
-# The exit code of a job whose ranks have saved; `checkpoint.EXIT_CODE` is the same.
+# The exit code of a job to be run again; `checkpoint.EXIT_CODE` is the same.
 _SAVED = 75
 
 
@@ -112,7 +112,7 @@ def _read_signals(stopped: list[int]) -> None:
 
 
 def _describe_stop(number: int, where: str = "", *, has_saved: bool = False) -> str:
-    saved = "; the ranks have saved, and the same command continues from there"
+    saved = "; the ranks ended together, and the same command continues"
     name = signal.Signals(number).name
     return f"keras-dist: ended by {name}{where}{saved if has_saved else ''}."
 

@@ -183,7 +183,7 @@ class _Ranks:
         """End all processes of the job on this host, by a signal or none.
 
         Returns:
-            Whether all ranks were asked to end, and have saved.
+            Whether all ranks were asked to end, and ended together.
         """
         end = time.monotonic() + (_SAVE_SECONDS if number in SAVING else _END_SECONDS)
         running = [p for p in self._processes.values() if p.poll() is None]

@@ -158,13 +158,14 @@ def rate_progress(leaf: Any) -> dict[str, float]:
         leaf: An optimizer without others inside.
 
     Returns:
-        Steps and batches of one process.
+        Steps and batches of one process, and the unscaled rate.
     """
     state = _state(leaf)
     steps, batches = _counts(leaf)
     return {
         "steps": steps * state.step_multiplier + state.offset,
         "batches": batches + state.ahead,
+        "rate": float(comm.to_array(leaf.learning_rate)),
     }
 
 

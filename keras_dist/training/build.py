@@ -1,5 +1,6 @@
 """Build the model, its metrics and its optimizers before the first step."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,6 +65,20 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
     _build_optimizer(model)
 
 
+def build_early(model: Any, spec: Any) -> None:
+    """Build a model that Keras's own step trains, before a batch was read, if possible.
+
+    Args:
+        model: The model.
+        spec: Structure of a batch, of `tf.TensorSpec`; `None` if unknown.
+    """
+    if spec is not None and not _is_complete(model):
+        with contextlib.suppress(Exception):  # the first step raises it again
+            _build_by_keras(model, None, spec)
+    if not _count_unbuilt(model):
+        _build_optimizer(model)
+
+
 def _count_unbuilt(model: Any) -> int:
     """Count the layers that are not built and hold no weight.
 
@@ -82,7 +97,7 @@ def _is_complete(model: Any) -> bool:
 
 
 def _build_by_keras(model: Any, _: Any, data: Any) -> None:
-    with tf.init_scope():
+    with tf.init_scope(), step_context.enter(step_context.StepContext()):
         private.build_by_keras(model, data)
 
 
@@ -179,9 +194,9 @@ def start(
             )
 
 
-def start_traced(model: Any, session: Session) -> None:
-    """Call the hooks before the first step of a function that was traced before."""
-    session.has_started = session.has_run = True
+def start_built(model: Any, session: Session) -> None:
+    """Call the hooks of a model that is built, before its first step."""
+    session.has_started = True
     with step_context.enter(step_context.StepContext()):
         _call_hooks(model, session, session.hooks)
 

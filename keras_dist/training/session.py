@@ -106,7 +106,7 @@ class TracedFunctions:
         if not _is_same(self._compiled, compiled):
             self._functions = (None, None)
         if self._compiled != compiled:
-            self.trial = None
+            self.use_trial(None)
         self._compiled = compiled
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]

@@ -284,8 +284,9 @@ def _needs_batch(model: Any) -> bool:
     """Return True before the first step after `compile`, unless it is traced."""
     session = session_of(model)
     if session.is_traced and not session.has_started:
-        build.start_traced(model, session)
-    return not session.has_started or session.traced.trial is None
+        session.has_run = True
+        build.start_built(model, session)
+    return not session.has_started or session.traced.global_rows is None
 
 
 def _start(model: Any, data: Any) -> None:

@@ -81,13 +81,13 @@ def test_callbacks_restore_attributes_that_have_changed(tmp_path):
     states = CallbackStates(callbacks)
     for callback in callbacks:
         callback.on_train_begin()
-    states.begin({})
+    states.begin()
     callbacks[0].best_weights = [np.arange(3.0)]
     callbacks[0].wait, callbacks[0].best = 2, np.float32(0.25)
     callbacks[1].secret = {7}
     saved = write_and_read(tmp_path, states.collect())
     again = make(5)
-    CallbackStates(again).begin(saved)
+    CallbackStates(again).restore(saved)
     assert (again[0].wait, again[0].best, again[0].patience) == (2, 0.25, 5)
     assert again[0].best_weights[0].tolist() == [0, 1, 2]
     assert again[1].secret == {7} and again[2].wait == 0
@@ -122,9 +122,9 @@ def test_no_callback_gets_the_clock_of_another_process(tmp_path):
     """What it counts there is nothing here; a loss of that size is kept."""
     first, second = Clocks(), Clocks()
     states = CallbackStates([first])
-    states.begin({})
+    states.begin()
     first.on_epoch_end(0)
-    CallbackStates([second]).begin(write_and_read(tmp_path, states.collect()))
+    CallbackStates([second]).restore(write_and_read(tmp_path, states.collect()))
     assert (second.saved_at, second.started, second.counted_at) == (None, 0.0, 0)
     assert second.times == [] and second.loss == first.loss
     assert second.pairs == first.pairs

@@ -45,14 +45,14 @@ def test_exit_codes_and_reports_of_ranks_travel_to_the_launcher(net, shared):
     code, lines, _ = ended(asked)
     assert code == 75
     assert lines == [
-        "keras-dist: the ranks were asked to end by SIGTERM, and have saved. "
-        "The same command continues from there."
+        "keras-dist: the ranks were asked to end by SIGTERM, and ended together. "
+        "The same command continues."
     ]
     code, lines, _ = ended(saving)  # after 5 s, and not two as after a failure
     assert code == 128 + signal.SIGTERM, lines
     assert lines == [
-        "keras-dist: ended by SIGTERM; the ranks have saved, and the same command "
-        "continues from there."
+        "keras-dist: ended by SIGTERM; the ranks ended together, and the same command "
+        "continues."
     ]
     assert (folder / "saved.0").exists() and (folder / "saved.1").exists()
 

@@ -54,7 +54,7 @@ def test_all_hosts_end_and_say_why(net, shared):
         code, lines, _ = ended(process)
         assert code == 128 + signal.SIGTERM
         assert lines == [
-            "keras-dist: ended by SIGTERM on g; the ranks have saved, and the same "
-            "command continues from there."
+            "keras-dist: ended by SIGTERM on g; the ranks ended together, and the "
+            "same command continues."
         ]
     assert all((shared / "rdzv.save" / f"saved.{rank}").exists() for rank in (0, 1))

@@ -89,5 +89,5 @@ def test_a_launcher_in_one_task_saves_at_sigusr1(cluster, tmp_path):
     assert cluster.run("scancel", "-s", "USR1", "-n", "saving").returncode == 0
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert "ended by SIGUSR1; the ranks have saved" in errors
+    assert "ended by SIGUSR1; the ranks ended together" in errors
     assert (folder / "saved.0").exists() and (folder / "saved.1").exists()

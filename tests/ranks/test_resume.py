@@ -4,6 +4,7 @@ import contextlib
 import glob
 import itertools
 import os
+import signal
 import time
 
 import keras
@@ -20,6 +21,7 @@ from claims import (
 )
 from models import make_compiled
 from resumable import (
+    KINDS,
     NUM_ROWS,
     Dies,
     make_model,
@@ -125,6 +127,90 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
             keras_dist.dist_fit(model, *data, **options)
         states.append(state_of(model, is_equivalent=False))
     assert_same_bits(states[2], states[0])
+
+
+class Changes(keras.callbacks.Callback):
+    """Changes a weight, the rate and its numbers where epochs and steps begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.rate, self.steps = [1.0], 0.0, 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.rate = float(self.model.optimizer.learning_rate)
+        self.numbers.append(self.numbers[-1] / 2)
+        for bias in self.model.trainable_variables[1:]:
+            bias.assign_add([self.numbers[-1]])
+
+    def on_train_batch_begin(self, batch, logs=None):
+        # Keras begins one step more in an epoch that is resumed.
+        self.model.optimizer.learning_rate = self.rate * (1 + self.steps / 100)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = self.rate
+
+
+# Data, whether the model has an `Input`, and whether the end of an epoch is resumed.
+BEGINNINGS = [
+    (None, True, True),
+    (None, False, True),
+    (None, False, False),
+    ("filtered", True, True),
+    ("shuffled", True, False),
+    ("shuffled", False, True),
+    ("shuffled", False, False),
+    ("sequence", False, True),
+    ("sequence", False, False),
+]
+
+
+@slow_on_three
+@pytest.mark.parametrize(
+    ("as_data", "has_input", "is_end"),
+    shortened(BEGINNINGS, {BEGINNINGS[0], *BEGINNINGS[-4:-1]}),
+)
+def test_what_callbacks_set_at_beginnings_is_as_without_an_end(
+    folder, as_data, has_input, is_end
+):
+    """The rate of an epoch, weights that are swapped, numbers of the callback's own.
+
+    Only the rate of a model that the first batch builds.
+    """
+    x, y = rows_of_all()
+    results = []
+    for name, is_cut in (("whole", False), ("cut", True), ("cut", False)):
+
+        def make():
+            first = [keras.Input((6,))] * has_input
+            return keras.Sequential([*first, keras.layers.Dense(1)])
+
+        seed = 3 if len(results) < 2 else 77
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+        model = make_compiled(make, optimizer, "mse", seed=seed, metrics=["mae"])
+        changes = Changes()
+        callbacks = [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.7 * rate),
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            changes,
+        ]
+        callbacks = callbacks[: 1 if as_data == "sequence" else None]
+        data = {"x": x / NUM_ROWS, "y": y, "batch_size": 6}
+        if as_data is not None:
+            data = {"x": KINDS[as_data](x / NUM_ROWS, y)}
+        options = {"epochs": 3, "verbose": 0, "lr_scaling": "none"} | data
+        options |= {"resume": f"{folder}/{name}", "callbacks": callbacks}
+        if is_cut:
+            callbacks.append(Dies(results[0][2] // 3 + 3, die))
+            options["save_steps"] = None if is_end else 1
+        with pytest.raises(Ended) if is_cut else contextlib.nullcontext():
+            keras_dist.dist_fit(model, **options)
+        state = state_of(model, is_equivalent=False)
+        results.append((state, changes.numbers, int(model.optimizer.iterations)))
+    assert_same_bits(results[2][0], results[0][0])
+    assert results[2][1:] == results[0][1:]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +320,35 @@ def test_the_plan_says_where_an_interrupted_epoch_continues(folder, capsys):
         words = " ".join(capsys.readouterr().out.replace("│", "").split())
         is_said = f"resume an interrupted epoch {text} " in words
         assert is_said == (keras_dist.rank() == 0), words
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize(
+    ("as_data", "text"),
+    [(None, "resumes from {folder}"), ("files", "begins epoch {epoch} again")],
+)
+def test_after_sigterm_it_says_where_the_same_command_continues(
+    folder, capsys, as_data, text, epoch
+):
+    """With code 75; of data without a position, the epoch has not been saved."""
+
+    def ask():
+        if keras_dist.rank() == keras_dist.size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"as_data": as_data, "is_small": True, "saw": {}.__setitem__}
+    steps = 18 // keras_dist.size()
+    try:
+        with pytest.raises(SystemExit) as ended:
+            train(folder, die=ask, dies=1 + (epoch - 1) * steps, **options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 75
+    said = f"received SIGTERM in epoch {epoch}; the same command {text} "
+    out = " ".join(capsys.readouterr().out.split()) + " "
+    expected = said.format(folder=folder, epoch=epoch)
+    assert (expected in out) == (keras_dist.rank() == 0), out
 
 
 def test_fewer_epochs_than_a_training_has_begun_are_an_error(folder):
