@@ -102,11 +102,9 @@ def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
-    """Set the learning rates before the model is restored; return their variables.
+    """Set the saved `read_rates` of a model, perhaps not built; return the variables.
 
-    Args:
-        model: The model, perhaps not built.
-        rates: The saved `read_rates`; older checkpoints have no rate in them.
+    Checkpoints of 1.0.0's first days have no rate in them.
     """
     variables = []
     for leaf, progress in zip(_leaves(model), rates, strict=False):

