@@ -102,9 +102,10 @@ def losses_in(compiled: Any) -> list[Any]:
     return [part.loss for part in getattr(compiled, "_flat_losses", None) or ()]
 
 
-def function_of(metric: Any) -> Any:
-    """Return the function of a `MeanMetricWrapper`; `None` for other metrics."""
-    return getattr(metric, "_fn", None)
+def function_of(metric: Any) -> tuple[Any, Any]:
+    """Return the function of a `MeanMetricWrapper` and its axis; `None` for others."""
+    axis = getattr(metric, "_fn_kwargs", {}).get("axis", -1)
+    return getattr(metric, "_fn", None), axis
 
 
 def mask_of(tensor: Any) -> Any:

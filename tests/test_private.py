@@ -121,6 +121,7 @@ def objects() -> dict[str, object]:
         "_filename": numbers.cache(),
         "_flat_losses": model._compile_loss,
         "_fn": keras.metrics.MeanSquaredError(),
+        "_fn_kwargs": keras.metrics.MeanSquaredError(),
         "_inputs": numbers.cache(),
         "_keras_mask": masked,
         "_metrics": keras.metrics.Mean(),

@@ -47,8 +47,15 @@ class _Runtime:
 
 _runtime = _Runtime()
 
-# Whether this is inside of `without_collectives`.
-_is_forbidden: ContextVar[bool] = ContextVar("is_forbidden", default=False)
+# Inside of `without_collectives`: the message of the error.
+_forbidden: ContextVar[str] = ContextVar("forbidden", default="")
+_ELSEWHERE = (
+    "Other ranks do not run this block of `first_rank()`, or this callback of the "
+    "first rank only, at the same time: no collective can be in it. Received: a "
+    "collective on rank {rank}. Call it (`dist_fit`, `gather`, "
+    "`DistributedModel.evaluate`) before or after the block, or in a callback of all "
+    "ranks."
+)
 
 
 def prepare() -> None:
@@ -164,13 +171,13 @@ def is_started() -> bool:
 
 
 @contextlib.contextmanager
-def without_collectives() -> Iterator[None]:
+def without_collectives(message: str = _ELSEWHERE) -> Iterator[None]:
     """Context manager in which a collective is an error: others are elsewhere."""
-    token = _is_forbidden.set(True)
+    token = _forbidden.set(message)
     try:
         yield
     finally:
-        _is_forbidden.reset(token)
+        _forbidden.reset(token)
 
 
 def connection() -> tuple[ModuleType | None, World]:
@@ -181,14 +188,8 @@ def connection() -> tuple[ModuleType | None, World]:
             of `without_collectives`.
     """
     world, link = start(), _runtime.link
-    if world.size > 1 and _is_forbidden.get():
-        raise RuntimeError(
-            "Other ranks do not run this block of `first_rank()`, or this callback of "
-            "the first rank only, at the same time: no collective can be in it. "
-            f"Received: a collective on rank {world.rank}. Call it (`dist_fit`, "
-            "`gather`, `DistributedModel.evaluate`) before or after the block, or in a "
-            "callback of all ranks."
-        )
+    if world.size > 1 and (message := _forbidden.get()):
+        raise RuntimeError(message.format(rank=world.rank))
     if world.size > 1 and is_rank_child():
         raise RuntimeError(
             "A collective can only be called in the process of a rank. Received: a "

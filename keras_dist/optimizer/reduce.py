@@ -252,8 +252,10 @@ def _accumulate(
     accumulators = private.accumulators(optimizer, variables)
 
     def update() -> list[Any]:
+        # Keras has divided what it has accumulated, and divides the result again.
+        scale = optimizer.loss_scale_factor or 1
         added_up = [
-            accumulator.value + tf.cast(gradient, accumulator.dtype)
+            accumulator.value * scale + tf.cast(gradient, accumulator.dtype)
             for accumulator, gradient in zip(accumulators, local, strict=True)
         ]
         for accumulator in accumulators:

@@ -351,9 +351,15 @@ def _remove_from_losses(compiled: Any) -> None:
 
 
 def _is_keras_metric(metric: Any) -> bool:
-    function = private.function_of(metric)
+    """Return True for a metric of Keras that has a value for each row."""
+    function, axis = private.function_of(metric)
     modules = [type(metric).__module__, getattr(function, "__module__", "keras.")]
-    return all(module.startswith("keras.") for module in modules)
+    return (
+        all(module.startswith("keras.") for module in modules)
+        and not isinstance(function, keras.losses.Loss)
+        and getattr(function, "__name__", "") not in _OVER_BATCH
+        and axis in (-1, 1)
+    )
 
 
 @functools.cache

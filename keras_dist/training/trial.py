@@ -163,7 +163,6 @@ class Run:
 def try_step(model: Any, split: SplitStep, data: Any) -> Trial:
     """Try a train step on this rank's first batch; all ranks call this."""
     begin = time.monotonic()
-    # A step may communicate: all ranks run it, or none.
     reason = next(filter(None, comm.gather(explain_untriable(data))), "")
     found = Trial(reason=reason) if reason else try_alone(model, split, data)
     return replace(_join(comm.gather(found)), seconds=time.monotonic() - begin)
@@ -178,6 +177,8 @@ def try_alone(model: Any, split: SplitStep, data: Any) -> Trial:
             preserve_variables(seeds),
             _without_noise(model),
             share_moments(model),
+            # The ranks may make different numbers of runs.
+            comm.without_collectives("the step calls a collective"),
         ):
             return _Runner(model, split, data).find()
     except Exception as error:  # whatever a user's step raises on fewer rows

@@ -120,6 +120,17 @@ def test_what_does_not_add_up_is_said_once(world, how):
         assert f"standardize/count ({rows} from the batch, " in message
 
 
+def test_functions_of_keras_that_compare_rows_are_said(world):
+    """They have no value for each row."""
+    correlation = keras.metrics.PearsonCorrelation(axis=0)
+    metrics = [keras.losses.dice, keras.losses.Tversky(), correlation]
+    messages, _ = messages_of(metrics=metrics)
+    assert len(messages) == (world.rank == 0), messages
+    for message in messages:
+        for name in ("dice (0.", "tversky (0.", "pearson_correlation ("):
+            assert name in message, message
+
+
 @slow_on_three
 def test_what_says_how_it_is_combined_is_not(world):
     """By `merge_states`, or by the `aggregation` of its weights."""

@@ -235,6 +235,20 @@ def test_a_loss_equals_one_process(name, how):
     assert not [m for m in messages if any(text in m for text in wrong)]
 
 
+@pytest.mark.parametrize("batches", shortened([None, 2], {2}))
+def test_a_scaled_loss_equals_one_process(batches):
+    """Keras divides the gradients again, before it accumulates them."""
+
+    def make():
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.layers.Dense(3)])
+        scaled = {"loss_scale_factor": 64.0, "gradient_accumulation_steps": batches}
+        model.compile(keras.optimizers.SGD(0.1, **scaled), "mse")
+        return model
+
+    assert_equals_one_process(make, (X, Y), 4, batch="global", tolerance=1e-10)
+
+
 @pytest.mark.parametrize("columns", shortened([1, 6], {1}))
 def test_a_mean_divides_by_the_weights_of_all_rows(columns):
     """Weights of rows or of words, of which some are masked."""

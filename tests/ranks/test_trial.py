@@ -147,6 +147,43 @@ def test_a_function_in_an_object_of_keras_is_tried(world, way):
     assert len(fit(model)) == (world.rank == 0)
 
 
+class Labelled(keras.Sequential):
+    """Divides by the number of labels, averaged over all ranks."""
+
+    average = staticmethod(keras_dist.average)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            has_label = tf.cast(y > 0, y.dtype)
+            count = self.average(tf.reduce_sum(has_label))
+            loss = tf.reduce_sum(has_label * tf.square(y - self(x))) / count
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", shortened([False, True], {False}))
+def test_a_step_with_a_collective_is_not_tried(world, run_eagerly):
+    """The ranks might make different numbers of runs, and wait for ever."""
+    y = np.abs(Y)
+    y[: 16 : world.size] = 0  # no label in the first third of the first rank's batch
+
+    def make():
+        keras.utils.set_random_seed(7)
+        model = Labelled([keras.layers.Dense(1)])
+        model.compile("sgd", run_eagerly=run_eagerly)
+        return model
+
+    def make_plain():
+        model = make()
+        model.average = tf.identity
+        return model
+
+    how = {"batch": "global", "tolerance": 1e-11, "plain_make": make_plain}
+    assert_equals_one_process(make, (X, y), 24, **how)
+
+
 class Counts(keras.Model):
     """Counts errors in `compute_metrics`: a sum over rows."""
 
