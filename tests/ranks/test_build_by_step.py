@@ -337,8 +337,9 @@ def test_a_second_optimizer_is_restored_though_nothing_was_built(folder):
     """A training that goes on from a checkpoint equals one that was not ended."""
     fit(expected := make(Lazy, run_eagerly=True))
     fit(make(Lazy, run_eagerly=True), epochs=1, resume=folder)
-    fit(model := make(Lazy, 9, run_eagerly=True), resume=folder)
-    assert largest_difference(model, expected) <= 1e-10
+    for _ in range(2):  # the second one is finished: it builds, and makes no step
+        fit(model := make(Lazy, 9, run_eagerly=True), resume=folder)
+        assert largest_difference(model, expected) <= 1e-10
 
 
 @pytest.mark.parametrize("is_on_object", [False, True])
