@@ -183,6 +183,9 @@ class UserCallbacks(keras.callbacks.Callback):
         self._num_phases = max(counts)
 
     def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        if hook.startswith("on_epoch"):
+            stop_request = session_of(self.model).traced.stop_request
+            stop_request.is_shown = hook == "on_epoch_end"
         for index in reversed(range(self._num_phases)):
             with comm.together():
                 self._call(index, hook, *args, **kwargs)

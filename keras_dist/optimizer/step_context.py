@@ -40,7 +40,9 @@ class StopRequest:
     3. *done*: the ranks act on it (`grant`, `clear`).
 
     `is_asked` is true if this rank has requested to stop; `is_collective`, if it stops
-    only when all ranks have agreed.
+    only when all ranks have agreed; `is_shown`, if `stop_training` is true as soon as
+    this rank has requested it: at the end of an epoch, where Keras's loop reads it only
+    after the ranks have agreed.
     """
 
     def __init__(self) -> None:
@@ -48,12 +50,11 @@ class StopRequest:
         with tf.init_scope(), tf.device("CPU:0"):
             self._own = tf.Variable(0.0, trainable=False)
             self._agreed = tf.Variable(0.0, trainable=False)
-        self.is_asked = False
-        self.is_collective = False
+        self.is_asked = self.is_collective = self.is_shown = False
 
     def reset(self) -> None:
         """Begin a fit: nothing is requested."""
-        self.is_asked = self.is_collective = False
+        self.is_asked = self.is_collective = self.is_shown = False
         self.clear()
 
     def ask(self, is_asked: bool) -> None:

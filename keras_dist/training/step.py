@@ -135,6 +135,8 @@ class DistributedStep:
         stop_request = self._distributed_session.traced.stop_request
         if stop_request.is_collective and stop_request.is_agreed():
             return True
+        if stop_request.is_shown and stop_request.is_asked:
+            return True
         return self.__dict__.get("stop_training", False)
 
     @stop_training.setter

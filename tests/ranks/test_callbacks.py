@@ -170,6 +170,21 @@ def test_a_stop_request_of_one_rank_stops_all(world, rows, make_model):
     assert_equal_to_the_bit(model)
 
 
+@pytest.mark.several_ranks
+def test_a_stop_at_an_epochs_end_is_read_by_later_callbacks(rows, make_model):
+    """One after `EarlyStopping` may save the model then; one before reads False."""
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(self.model.stop_training)
+
+    seen, stop = [], {"monitor": "loss", "patience": 1, "min_delta": 1e9}
+    for fit in keras.Model.fit, keras_dist.dist_fit:
+        callbacks = [Reads(), keras.callbacks.EarlyStopping(**stop), Reads()]
+        fit(make_model(), *rows, epochs=5, verbose=0, callbacks=callbacks)
+    assert seen == [False, False, False, True] * 2
+
+
 def test_lines_beside_the_bar_can_be_turned_off(rows, make_model, capsys):
     """By the level of the logger `keras_dist`."""
     logger = logging.getLogger("keras_dist")
