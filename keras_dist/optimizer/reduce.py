@@ -442,7 +442,7 @@ def _check_same_gradients(
         number: The number in the names of their collectives.
 
     Raises:
-        ValueError: On all ranks, if some differ.
+        ValueError: On all ranks, if some differ, or are new values of the variables.
     """
     options, is_merged = optimizer._averaging.options, optimizer._averaging.is_merged
     has_slices = any(isinstance(each, tf.IndexedSlices) for each in gradients)
@@ -464,10 +464,21 @@ def _check_same_gradients(
             advice="Make the same model on every rank, and let every variable take "
             "part in the loss on all ranks or on none.",
         )
+    if overwritten := [v.path for v in variables if _is_overwritten(v)]:
+        raise ValueError(
+            "With float8, the gradients of scales are their new values, which cannot "
+            f"be averaged. Received: {overwritten} on {comm.size()} ranks. Train with "
+            'dtype "mixed_bfloat16", or on one process.'
+        )
+
+
+def _is_overwritten(variable: Any) -> bool:
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def _describe_gradient(gradient: Any, variable: Any) -> str:
     if gradient is None:
         return "none"
     kind = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
+    kind += "new values, " if _is_overwritten(variable) else ""
     return f"{kind}{gradient.dtype.name} of shape {tuple(variable.shape)}"

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, plan
+from keras_dist import comm, plan, private
 from keras_dist.callbacks.callback_order import (
     NextEpoch,
     on_this_rank,
@@ -148,6 +148,14 @@ def prepare(
             'made by DistributedOptimizer(…, op="sum"). Leave one out.'
         )
     world = comm.init()
+    stateful = [e.name for e in private.layers_of(model) if getattr(e, "stateful", 0)]
+    if options.batch == "global" and world.size > 1 and stateful:
+        raise ValueError(
+            "A stateful layer keeps a state for each row of the batch, and with "
+            'batch="global" each rank has some of the rows. Received: batch="global" '
+            f"on {world.size} ranks, and layers with stateful=True: {stateful}. Pass "
+            'batch="rank", shuffle=False and a `batch_shape` of one rank\'s rows.'
+        )
     callbacks, options, steps = _take_over_warmup(given["callbacks"], options)
     is_kept = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
     if is_kept and options.resume is not None:

@@ -2,12 +2,13 @@
 
 import contextlib
 import itertools
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import raises_everywhere
+from claims import assert_equals_one_process, raises_everywhere
 
 import keras_dist
 from keras_dist.optimizer import reduce
@@ -40,6 +41,47 @@ def test_unusable_models(rows):
     raises_everywhere(TypeError, fit("model", *rows), "must be a keras.Model")
     plain = keras.Sequential([keras.layers.Dense(1)])
     raises_everywhere(ValueError, fit(plain, *rows), "model.compile")
+
+
+@pytest.mark.several_ranks
+def test_stateful_layers_in_a_global_batch(world):
+    """Their state is of the global batch; each rank has a part of its rows."""
+    layer = keras.layers.Bidirectional(keras.layers.LSTM(4, stateful=True))
+    model = keras.Sequential([keras.Input(batch_shape=(6, 5, 3)), layer])
+    model.compile("sgd", "mse")
+    given = np.zeros((12, 5, 3)), np.zeros((12, 8))
+    texts = "stateful=True: ['bidirectional", 'batch="rank", shuffle=False'
+    raises_everywhere(ValueError, fit(model, *given, batch="global"), *texts)
+
+
+@pytest.mark.several_ranks
+def test_stateful_layers_in_a_batch_of_each_rank(world):
+    """They equal one process: a row has its place in the batch, on the same rank."""
+    random, count = np.random.default_rng(0), 20 * world.size
+    x, y = random.normal(size=(count, 5, 3)), random.normal(size=(count, 4))
+
+    def make(rows):
+        keras.utils.set_random_seed(1)
+        layer = keras.layers.LSTM(4, stateful=True)
+        model = keras.Sequential([keras.Input(batch_shape=(rows, 5, 3)), layer])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    how = {"batch": "rank", "options": {"lr_scaling": "none"}, "epochs": 2}
+    makes = {"plain_make": partial(make, 4 * world.size)}
+    assert_equals_one_process(partial(make, 4), (x, y), 4, **makes, **how)
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("is_built", [True, False])
+def test_float8_is_an_error(rows, is_built):
+    """Gradients of its scales are new values: sums over the ranks would grow."""
+    layer = keras.layers.Dense(1, dtype=None if is_built else "float8_from_float32")
+    model = keras.Sequential([*[keras.Input((5,))] * is_built, layer])
+    if is_built:
+        model.quantize("float8")
+    model.compile("sgd", "mse", run_eagerly=False)
+    raises_everywhere(ValueError, fit(model, *rows), "float8", "mixed_bfloat16")
 
 
 @pytest.mark.parametrize("inside", ["layers, compile", "layers", "compile", "fit"])
