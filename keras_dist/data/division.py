@@ -50,6 +50,8 @@ class ShardSpec:
             communicates while it is read.
         keeps_position: Whether the order of the rows is ours on a single rank, too. A
             checkpoint needs that: another number of ranks may resume from it.
+        first_epoch: Number of the epoch that begins with the first row, if no position
+            is given.
         position: The position in the data to resume from, if any.
         facts_before: With `position`, what `Division.facts` were then; `None` for what
             they are now.
@@ -63,6 +65,7 @@ class ShardSpec:
     seed: int = 0
     gather: Callable[[Any], list[Any]] | None = None
     keeps_position: bool = False
+    first_epoch: int = 0
     position: DataPosition | None = None
     batch: str = "rank"
     keras_seed: int | None = None
@@ -200,7 +203,7 @@ class Division:
         sizes = (total, spec.size, per_step, per_epoch, in_pass, in_pass, per_epoch)
         new = cls(*sizes, unit, seeds)
         if position is None:
-            return new
+            return replace(new, epoch=spec.first_epoch, first_pass=spec.first_epoch)
         before = spec.facts_before or new.facts()
         first_pass, begin = divmod(position.items, before["items"])
         new = replace(new, epoch=position.epoch, first_pass=first_pass)

@@ -290,7 +290,7 @@ def _make_feeds(
             shuffle=given["shuffle"],
             steps_per_epoch=given["steps_per_epoch"],
             steps_rule=options.steps_scaling,
-            spec=spec,
+            spec=replace(spec, first_epoch=given["initial_epoch"]),
         )
         if held_out is None:
             return training, None

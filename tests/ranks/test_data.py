@@ -16,7 +16,7 @@ from claims import (
     largest_difference,
 )
 from data_kinds import Sequence
-from models import make_compiled
+from models import make_compiled, perceptron
 
 import keras_dist
 
@@ -112,6 +112,21 @@ def test_a_pandas_series_has_the_axis_that_keras_adds(
         lambda size: make_data(series, size),
         plain_data=lambda size: make_data(lambda array: array[:, None], size),
         options={"resume": folder} if resumes else {},
+    )
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_fit_that_begins_at_a_later_epoch_begins_with_the_first_row(
+    rows, folder, resumes
+):
+    """With `steps_per_epoch`, too: Keras begins each fit with a new iterator."""
+    assert_equals_one_process(
+        lambda: make_compiled(perceptron, "sgd", "mse", run_eagerly=True),
+        tuple(array[:96] for array in rows),
+        16,
+        batch="global",
+        options={"resume": folder} if resumes else {},
+        **{"steps_per_epoch": 3, "initial_epoch": 1, "epochs": 3},
     )
 
 
