@@ -101,8 +101,10 @@ class Feed:
             find_class: Any = tf.argmax if is_one_hot else tf.squeeze
             classes = find_class(classes, axis=-1)
         classes = tf.cast(tf.round(classes), tf.int64)[..., None]
-        is_class = tf.equal(classes, tf.constant(list(self.class_weight), tf.int64))
-        weights = tf.constant(list(self.class_weight.values()), dtype)
+        # Keras looks up integers, to which keys such as 1.0 are equal.
+        given = {int(k): w for k, w in self.class_weight.items() if k % 1 == 0}
+        is_class = tf.equal(classes, tf.constant(list(given), tf.int64))
+        weights = tf.constant(list(given.values()), dtype)
         weights = tf.reduce_sum(tf.where(is_class, weights, 0), axis=-1)
         return x, y, tf.where(tf.reduce_any(is_class, axis=-1), weights, 1)
 

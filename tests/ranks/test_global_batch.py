@@ -108,9 +108,10 @@ def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
 @pytest.mark.parametrize(
     ("kind", "batch"),
     shortened(
-        [(kind, "global") for kind in ("batched", "sequence", "filtered batches")]
-        + [("filtered batches", "rank")],
-        {("filtered batches", "global")},
+        [(kind, "global") for kind in ("batched", "sequence")]
+        + [("filtered batches", "rank")]
+        + [(kind, "global") for kind in ("filtered batches", "arrays")],
+        {("filtered batches", "global"), ("arrays", "global")},
     ),
 )
 def test_weights_of_classes_are_those_of_one_process(kind, batch):
@@ -119,8 +120,11 @@ def test_weights_of_classes_are_those_of_one_process(kind, batch):
     And what Keras weighs it reads ahead, while a step in Python sums its gradients.
     """
     count, size = (48, 4) if batch == "rank" else (41, 10)
-    weights = {"class_weight": {0: 0.3, 1: 2.0}}
-    assert_equals(data_of(kind, count), size, batch=batch, logs=(), **weights)
+    weights = {0: 0.3, 1: 2.0}
+    if kind == "arrays":  # of which `np.unique` gives floats
+        weights = {np.float32(0): 0.3, 0.5: 9.0, 1.0: 2.0}
+    given = {"class_weight": weights, "logs": ()}
+    assert_equals(data_of(kind, count), size, batch=batch, **given)
 
 
 @pytest.mark.parametrize("count", shortened([37, 48], {37}))
