@@ -421,7 +421,7 @@ def adapt_batches(
         dealer = replace(dealer, rank=0)
     if source.kind == "sequence":
         own = ShardedSequence(
-            source.data,
+            source,
             dealer,
             spec,
             limit=limit,

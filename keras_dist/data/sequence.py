@@ -4,11 +4,12 @@ import random
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dist.data import draws
 from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import Division, ShardSpec
-from keras_dist.data.source import digest_batches, standardize
+from keras_dist.data.source import Source, digest_batches, standardize
 
 
 def has_own_thread(data: Any) -> bool:
@@ -29,7 +30,7 @@ class ShardedSequence(keras.utils.PyDataset):
     the epoch alone. With a number of steps Keras itself shuffles these batches.
 
     Args:
-        undivided: The user's `PyDataset`, with the same batches on all ranks.
+        source: The user's `PyDataset`, with the same batches on all ranks.
         dealer: What this rank reads of the batches.
         spec: The ranks, and where to resume.
         limit: Batches of all ranks in a pass; `None` for all that there are.
@@ -39,7 +40,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
     def __init__(
         self,
-        undivided: Any,
+        source: Source,
         dealer: Dealer,
         spec: ShardSpec,
         *,
@@ -47,6 +48,7 @@ class ShardedSequence(keras.utils.PyDataset):
         shuffle: bool,
         keeps_position: bool,
     ) -> None:
+        undivided = source.data
         super().__init__(
             workers=undivided.workers,
             use_multiprocessing=undivided.use_multiprocessing,
@@ -59,6 +61,7 @@ class ShardedSequence(keras.utils.PyDataset):
         is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
         is_compared = dealer.is_training and not is_kept
         self._gather_texts = spec.gather if is_compared else None
+        self._random = source.random
         self.division: Division | None = None
         total = self._total
         position = spec.position if keeps_position else None
@@ -136,8 +139,9 @@ class ShardedSequence(keras.utils.PyDataset):
         if self._gather_texts is None:
             return
         with draws.preserve_generators():
-            digest = digest_batches([self.undivided[0]])
-        fingerprints = self._gather_texts(digest)
+            leaves = tf.nest.flatten(self.undivided[0])
+        alike = [leaf for i, leaf in enumerate(leaves) if i not in self._random]
+        fingerprints = self._gather_texts(digest_batches(alike))
         if len(set(fingerprints)) > 1:
             raise ValueError(
                 "After `on_epoch_end` the ranks' batches differ, so they cannot be "

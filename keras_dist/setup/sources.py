@@ -235,6 +235,8 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
         note: str | None = ""
         if any(other != fingerprints[0] for other in fingerprints):
             note = _note_on_random(name, source, fingerprints)
+            components = enumerate(zip(*fingerprints, strict=False))
+            source.random = {i for i, each in components if len(set(each)) > 1}
         elif any(other[name][1] != own[name][1] for other in everyone):
             note = _note_on_shuffles(name, source)  # the same rows, by other seeds
         states = [other[name][2] for other in everyone]

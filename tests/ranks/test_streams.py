@@ -12,11 +12,13 @@ import tensorflow as tf
 from claims import (
     Ended,
     assert_equal_to_the_bit,
+    assert_equals_one_process,
     gather_errors,
     largest_difference,
     raises_everywhere,
     slow_on_three,
 )
+from models import make_compiled, perceptron
 
 import keras_dist
 
@@ -109,9 +111,15 @@ def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
             order = np.random.default_rng().permutation(len(x))
             self.batches = Sequence(x[order], y[order]).batches
 
+    class Augmented(Shuffled):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + np.random.default_rng().normal(size=x.shape), y
+
     few = x[: 50 * world.rank], y[: 50 * world.rank]
     for data, text in (
         (Shuffled(x, y), "After `on_epoch_end`"),
+        (Augmented(x, y), "After `on_epoch_end`"),  # as its labels tell
         (dataset_of(x[:0], y[:0]), "There is no data to train on"),
         (Sequence(x[:0], y[:0]), "There is no data to train on"),
         (data_kinds.generated(*few, BATCH), "There is no data"),
@@ -151,6 +159,31 @@ def test_random_batches_are_sharded_by_index(world, rows, make_model, capsys):
         assert ("shuffled without a seed" in printed) == (is_first and warns)
     call = partial(fit, make_model(), x, y, validation_data=shuffled)
     raises_everywhere(ValueError, call, "shuffled without a seed")
+
+
+@never_runs_out
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_a_sequence_that_augments_may_shuffle_at_the_end_of_an_epoch(rows, has_labels):
+    """What is random from the beginning says nothing about the order."""
+    x, y = rows
+
+    class Augmented(data_kinds.Listed):
+        def __getitem__(self, index):
+            x, y = self.batches[index]
+            noise = np.random.default_rng().normal(size=(2, *y.shape)) * 1e-9
+            return x + noise[0][:, None], y + noise[1] * (not has_labels)
+
+        def on_epoch_end(self):
+            np.random.shuffle(self.batches)
+
+    def make_data(size):
+        keras.utils.set_random_seed(1)
+        return Augmented(data_kinds.Sequence(x, y, [size]).batches)
+
+    def make():
+        return make_compiled(perceptron, "sgd", "mse", run_eagerly=True)
+
+    assert_equals_one_process(make, make_data, 10, batch="global", epochs=3)
 
 
 @never_runs_out
