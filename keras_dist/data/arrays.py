@@ -35,11 +35,17 @@ class Arrays:
                 return leaf.tocsr()  # of which rows can be sliced
             if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, np.memmap):
                 return leaf
+            if isinstance(leaf, frame) and any(map(is_cast, leaf.dtypes)):
+                leaf = leaf.astype(floatx)  # as Keras, also columns of bool
             array = np.asarray(leaf)
             return array[:, None] if isinstance(leaf, series) else array  # as Keras
 
+        def is_cast(dtype: Any) -> bool:
+            return dtype.kind == "f" and dtype.name != floatx
+
         # Not imported here: without pandas there is no Series.
-        series = getattr(sys.modules.get("pandas"), "Series", ())
+        pandas, floatx = sys.modules.get("pandas"), keras.config.floatx()
+        frame, series = (getattr(pandas, n, ()) for n in ("DataFrame", "Series"))
 
         pieces = keras.tree.map_structure(convert, (x, y, sample_weight))
         self.x, self.y, self.sample_weight = pieces

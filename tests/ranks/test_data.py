@@ -75,6 +75,22 @@ class _Series(np.ndarray):
     """Stands in for a Series of pandas, where that is not installed."""
 
 
+class _Frame:
+    """Stands in for a DataFrame: columns of float64 and bool."""
+
+    shape = (96, 2)
+    dtypes = (np.dtype("float64"), np.dtype("bool"))
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __array__(self, dtype=None, copy=None):
+        return np.stack([each.astype(dtype or object) for each in self.columns], 1)
+
+    def astype(self, dtype):
+        return self.__array__(dtype)
+
+
 class _SquaredError(keras.losses.Loss):
     """Gives (B, B) for targets (B,), where Keras's own losses add the axis."""
 
@@ -127,6 +143,27 @@ def test_a_fit_that_begins_at_a_later_epoch_begins_with_the_first_row(
         batch="global",
         options={"resume": folder} if resumes else {},
         **{"steps_per_epoch": 3, "initial_epoch": 1, "epochs": 3},
+    )
+
+
+def test_a_pandas_frame_with_floats_and_bools_is_cast_to_floats(rows, monkeypatch):
+    """As by Keras, with `validation_split`, too; its values are objects."""
+    x, y = (array[:96] for array in rows)
+    columns = x[:, 0].astype("float64"), x[:, 1] > 0
+    try:
+        frame = importlib.import_module("pandas").DataFrame(dict(enumerate(columns)))
+    except ImportError:
+        frame, modules = _Frame(columns), types.SimpleNamespace(DataFrame=_Frame)
+        monkeypatch.setitem(sys.modules, "pandas", modules)
+
+    def make():
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    assert_equals_one_process(
+        lambda: make_compiled(make, "sgd", "mse", run_eagerly=True),
+        (frame, y),
+        plain_data=(np.stack(columns, 1).astype("float32"), y),
+        validation_split=0.25,
     )
 
 
