@@ -24,6 +24,7 @@ from keras_dist.data.division import (
     ShardSpec,
     check_count,
     check_shared_batch,
+    divide_batch,
     no_data,
     scale_steps,
 )
@@ -99,7 +100,11 @@ def _feed_arrays(
     """Make the feed of training data in arrays."""
     steps, total = given["steps_per_epoch"], arrays.num_rows
     # Keras's default: all rows divided by the steps, or 32.
-    per_step = -(-total // rows.steps_before) if rows.steps_before else None
+    is_own = spec.shard == "none"
+    all_rows = total
+    if is_own and (spec.is_global or steps != rows.steps_before):
+        all_rows *= spec.size  # the steps are those of all ranks together
+    per_step = -(-all_rows // rows.steps_before) if rows.steps_before else None
     batch_size = check_count("batch_size", rows.batch_size or per_step or _BATCH_SIZE)
     _check_rows(arrays, batch_size, spec)
     rows = replace(rows, batch_size=batch_size, total=total)
@@ -107,10 +112,10 @@ def _feed_arrays(
         "the shapes of the rows": [shape[1:] for shape in arrays.shapes],
         "`class_weight`": given["class_weight"],
     }
-    if spec.shard == "none" or (spec.size == 1 and not spec.keeps_position):
+    if is_own or (spec.size == 1 and not spec.keeps_position):
         local_batch = batch_size
         if spec.is_global:
-            local_batch = len(range(spec.rank, batch_size, spec.size))
+            local_batch = divide_batch(batch_size, spec.size, 'shard="none"')
         steps_per_pass = -(-total // local_batch)
         rows = replace(
             rows,

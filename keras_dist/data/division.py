@@ -132,6 +132,21 @@ def check_shared_batch(rows: int, size: int, received: str) -> None:
         )
 
 
+def divide_batch(batch_size: int, size: int, option: str) -> int:
+    """Return each rank's rows of a shared batch, which `option` divides evenly.
+
+    Raises:
+        ValueError: If `batch_size` is not a multiple of the number of ranks.
+    """
+    if batch_size % size or batch_size < 1:
+        raise ValueError(
+            f'With {option} and batch="global", each rank has the same number of rows '
+            f"in a batch. Received: batch_size={batch_size} for {size} ranks. Choose a "
+            f"multiple of the number of ranks, or leave out {option}."
+        )
+    return batch_size // size
+
+
 @dataclass(frozen=True)
 class Division:
     """The items that all ranks read at each step of a training, new or resumed.

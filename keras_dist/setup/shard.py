@@ -6,7 +6,7 @@ from typing import Literal
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data.division import check_count
+from keras_dist.data.division import check_count, divide_batch
 from keras_dist.data.pipeline import list_seeds
 from keras_dist.data.presharded import Presharded, divide_rows, find_presharded
 
@@ -81,13 +81,7 @@ def local_batch_size(batch_size: int) -> int:
     >>> local_batch_size(96)
     96
     """
-    if batch_size % comm.size() or batch_size < 1:
-        raise ValueError(
-            'With `shard` and batch="global", each rank has the same number of rows in '
-            f"a batch. Received: batch_size={batch_size} for {comm.size()} ranks. "
-            "Choose a multiple of the number of ranks, or leave out `shard`."
-        )
-    return batch_size // comm.size()
+    return divide_batch(batch_size, comm.size(), "`shard`")
 
 
 def _divide(

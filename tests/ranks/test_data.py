@@ -181,8 +181,12 @@ def test_data_already_split_trains_alike(world, rows, make_model, fit_plainly):
     arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
     sgd = keras.optimizers.SGD(0.1 * size)
     oracle = fit_plainly(sgd, x, y, batch_size=8 * size, epochs=2, rate=0.1)
+    arrays = {"x": own[0], "y": own[1], "shard": "none"}
+    shared = {"batch": "global", "lr_scaling": "linear"}
     kinds = {
-        "arrays": {"x": own[0], "y": own[1], "batch_size": 8, "shard": "none"},
+        "arrays": arrays | {"batch_size": 8},
+        "steps": arrays | {"steps_per_epoch": steps * size},
+        "steps of all": arrays | {"steps_per_epoch": steps, **shared},
         "dataset": {"x": dataset},
         "endless": {"x": dataset.repeat(), "steps_per_epoch": steps * size},
         "sequence": {"x": batches},
