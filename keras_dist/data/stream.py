@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist.data.arrays import RAGGED_OR_SPARSE, is_scipy_sparse
 from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.source import Source
@@ -133,6 +134,15 @@ class StreamReader:
                 "There is no data. Received: "
                 f"a {self._source.type_name} without a batch."
             )
+        for leaf in keras.tree.flatten(looks):
+            is_dense = hasattr(leaf, "shape") and not isinstance(leaf, RAGGED_OR_SPARSE)
+            if not is_dense or is_scipy_sparse(leaf):
+                raise ValueError(
+                    "Batches of an iterator must be dense arrays. Received: a batch "
+                    f"with {type(leaf).__name__} from x of type "
+                    f"{self._source.type_name}. Pass dense arrays, or a "
+                    "keras.utils.PyDataset."
+                )
         return keras.tree.map_structure(_find_spec, *looks)
 
 

@@ -123,6 +123,8 @@ def test_data_that_cannot_be_sharded_is_an_error(world, rows, make_model):
         (dataset_of(x[:0], y[:0]), "There is no data to train on"),
         (Sequence(x[:0], y[:0]), "There is no data to train on"),
         (data_kinds.generated(*few, BATCH), "There is no data"),
+        (((tf.sparse.from_dense(x), y) for _ in x), "a batch with SparseTensor"),
+        ((((x, None), y) for _ in x), "a batch with NoneType"),
         (
             dataset_of(x, y) if world.rank else Sequence(x, y),
             "the kind of the training",
