@@ -119,21 +119,22 @@ def test_unknown_rules_and_negative_factors(world, make_model, rows, monkeypatch
         "save_steps": (0, 1.5),
         "save_seconds": (-1,),
     }
+    model = make_model()
     for name, values in bad.items():
         for value in values:
-            call = fit(make_model(), *rows, steps_per_epoch=3, **{name: value})
+            call = fit(model, *rows, steps_per_epoch=3, **{name: value})
             raises_everywhere(ValueError, call, "Received: ")
-    call = fit(make_model(), *rows)
+    call = fit(model, *rows)
     monkeypatch.setenv("KERAS_DIST_GATHER_MIB", "16MiB")
     raises_everywhere(ValueError, call, "Received: KERAS_DIST_GATHER_MIB='16MiB'")
     monkeypatch.undo()
-    call = fit(make_model(), *rows, target_accuracy=0.5)
+    call = fit(model, *rows, target_accuracy=0.5)
     raises_everywhere(ValueError, call, "validation_data")
     for batch_size in (-3, 2.5) if world.size > 1 else ():
-        call = fit(make_model(), *rows, batch_size=batch_size)
+        call = fit(model, *rows, batch_size=batch_size)
         raises_everywhere(ValueError, call, f"batch_size={batch_size}")
     for name in ("steps_per_epoch", "validation_steps", "validation_batch_size"):
-        call = fit(make_model(), *rows, validation_data=rows, **{name: -3})
+        call = fit(model, *rows, validation_data=rows, **{name: -3})
         if world.size > 1:
             raises_everywhere(ValueError, call, f"Received: {name}=-3")
 
