@@ -104,7 +104,7 @@ def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
 def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
     """Set the saved `read_rates` of a model, perhaps not built; return the variables.
 
-    Checkpoints of 1.0.0's first days have no rate in them.
+    A checkpoint of an older version may hold no rate.
     """
     variables = []
     for leaf, progress in zip(_leaves(model), rates, strict=False):
