@@ -74,8 +74,8 @@ def sum(value: Any) -> Any:
         value: As in `average`.
 
     Returns:
-        The same structure. Integers stay integers: in int64 those of NumPy, as in its
-        own `sum`, and tensors of fewer than 32 bits.
+        The same structure. Integers stay integers. NumPy's, and those of a tensor of
+        fewer than 32 bits, become int64, as in NumPy's own `sum`.
 
     Raises:
         TypeError: If `value` contains something that `average` does not accept.

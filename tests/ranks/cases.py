@@ -291,7 +291,7 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     | {"ScheduleFreeAdamW in a graph": ("perceptron", _schedule_free, IN_GRAPH)},
     "accumulation": {
         "three batches, clipped": ("regularized", _every_third),
-        "two batches, 101 rows": ("perceptron", every_second, LONG, SHARED, ON_TWO),
+        "two batches, 101 rows": ("perceptron", every_second, LONG, SHARED),
         "two batches, odd epochs, in a graph": (
             *("perceptron", every_second, LONG, _steps(2)),
             {"batch_size": 15},
@@ -349,9 +349,9 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     }
     | {"RMSprop(momentum=0.5, clipnorm=0.02)": ("embedding", _rmsprop, LONG)},
     "ways to train": {
-        "Sequential without Input": ("unbuilt", momentum, ON_TWO),
+        "Sequential without Input": ("unbuilt", momentum),
         "dicts in and out": ("two inputs", adam),
-        "repeated layer names": ("repeated names", momentum, ON_TWO),
+        "repeated layer names": ("repeated names", momentum),
         "compute_loss, add_loss, a spare variable": ("own loss", momentum, ON_TWO),
         "a train_step of one's own": ("own step", adam),
         "pictures": ("convolution", adam),

@@ -222,7 +222,7 @@ HOW = {
     "in a graph": (
         {},
         [Diffusion, Lazy, OwnMetrics, Compiled, Nested, OwnFunction, LossBuilds],
-        {Lazy, OwnMetrics, Nested},
+        {Lazy, OwnMetrics},
     ),
     "eagerly": ({"run_eagerly": True}, [Lazy, OwnMetrics], set()),
     "with XLA": ({"jit_compile": True}, [Compiled], {Compiled}),

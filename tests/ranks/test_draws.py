@@ -208,9 +208,7 @@ class Seen(keras.callbacks.Callback):
 
 @pytest.mark.parametrize(
     ("run_eagerly", "jit_compile"),
-    shortened(
-        [(False, False), (True, False), (False, True)], {(False, False), (False, True)}
-    ),
+    shortened([(False, False), (True, False), (False, True)], {(False, False)}),
 )
 def test_noise_without_a_seed_is_each_ranks_own(world, run_eagerly, jit_compile):
     """`tf.random` and `keras.random` in a layer, after `set_random_seed`."""
@@ -246,6 +244,7 @@ def test_a_fit_draws_nothing_from_the_generator_of_keras(is_made):
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.long
 def test_noise_is_another_in_each_model_and_the_same_with_the_same_seed():
     """Models that are made before the first of them is trained, too."""
     x, seen = np.zeros((12, 8), "float32"), []

@@ -123,7 +123,7 @@ def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
     ("hold", "is_eager"),
     shortened(
         [(in_object, True), (in_layer, False), (of_inner_model, True)],
-        [(in_object, True), (in_layer, False)],
+        [(in_object, True)],
     ),
 )
 def test_optimizers_are_averaged_wherever_they_are(world, hold, is_eager):

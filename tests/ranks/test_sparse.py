@@ -206,7 +206,7 @@ class Positions(keras.Model):
         ),
         pytest.param(
             *("Adam {}", Positions, {}),
-            marks=[pytest.mark.three_ranks, pytest.mark.slow_on_three],
+            marks=[pytest.mark.three_ranks, pytest.mark.long],
         ),
         pytest.param(
             *("Adagrad", Positions, {"jit_compile": True}),

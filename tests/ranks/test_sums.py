@@ -192,7 +192,7 @@ def make_case(make, function, **compiled):
 HOW = {
     "jit_compile=False": (
         CASES,
-        {"add_sum", "compute_mixed", "own_vector", "compiled_sum", "weights_sum"},
+        {"add_sum", "own_vector", "compiled_sum", "weights_sum"},
     ),
     "run_eagerly": (
         ["add_sum", "compute_vector", "own_vector", "own_sum", "own_mean"]
