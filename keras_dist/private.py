@@ -102,8 +102,8 @@ def losses_in(compiled: Any) -> list[Any]:
     return [part.loss for part in getattr(compiled, "_flat_losses", None) or ()]
 
 
-def function_of(metric: Any) -> tuple[Any, Any]:
-    """Return the function of a `MeanMetricWrapper` and its axis; `None` for others."""
+def function_and_axis(metric: Any) -> tuple[Any, int]:
+    """Return the function and the axis of a `MeanMetricWrapper`, else `None` and -1."""
     axis = getattr(metric, "_fn_kwargs", {}).get("axis", -1)
     return getattr(metric, "_fn", None), axis
 

@@ -21,7 +21,7 @@ class StopAtAccuracy(keras.callbacks.Callback):
 
     Raises:
         ValueError: If `patience` is not an integer of at least 1; or, on all ranks, if
-            `monitor` is not in the logs. Without any evaluation it is a warning.
+            `monitor` is not in the logs. If no evaluation was made, it only warns.
 
     Example:
 

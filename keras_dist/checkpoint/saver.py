@@ -167,7 +167,7 @@ class Saver(keras.callbacks.Callback):
         self._epoch, self._done = epoch, 0
         saved = self._resume.saved
         if saved and saved.position.step and saved.position.epoch == epoch:
-            # Undo that of the callbacks: it is the second one in this epoch.
+            # The callbacks have begun this epoch once before: undo what they did now.
             self._restore_callbacks(saved)
             self._rates = states.set_rates(self.model, saved.rates)
 

@@ -74,8 +74,8 @@ def sum(value: Any) -> Any:
         value: As in `average`.
 
     Returns:
-        The same structure. Integers stay integers. NumPy's, and those of a tensor of
-        fewer than 32 bits, become int64, as in NumPy's own `sum`.
+        The same structure. Integers of NumPy, and tensors of integers with fewer than
+        32 bits, are summed in int64, as by NumPy's own `sum`.
 
     Raises:
         TypeError: If `value` contains something that `average` does not accept.

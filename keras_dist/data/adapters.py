@@ -103,7 +103,7 @@ def _feed_arrays(
     is_own = spec.shard == "none"
     all_rows = total
     if is_own and (spec.is_global or steps != rows.steps_before):
-        all_rows *= spec.size  # the steps are those of all ranks together
+        all_rows *= spec.size  # `steps_before` is for the rows of all ranks
     per_step = -(-all_rows // rows.steps_before) if rows.steps_before else None
     batch_size = check_count("batch_size", rows.batch_size or per_step or _BATCH_SIZE)
     _check_rows(arrays, batch_size, spec)

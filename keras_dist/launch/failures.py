@@ -102,7 +102,7 @@ def describe_failure(
     if primary and all(end.is_saved for end in primary):
         return (
             "keras-dist: the ranks were asked to end by SIGTERM, and ended together. "
-            "The same command continues."
+            "The same command continues the training."
         ), primary[0].code or 1
     if causes and not (primary and failures):
         lines, code, first = [f"keras-dist: {causes.pop(0)}"], 1, None

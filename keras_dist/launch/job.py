@@ -112,7 +112,7 @@ def _read_signals(stopped: list[int]) -> None:
 
 
 def _describe_stop(number: int, where: str = "", *, has_saved: bool = False) -> str:
-    saved = "; the ranks ended together, and the same command continues"
+    saved = "; the ranks ended together, and the same command continues the training"
     name = signal.Signals(number).name
     return f"keras-dist: ended by {name}{where}{saved if has_saved else ''}."
 

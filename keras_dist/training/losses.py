@@ -352,7 +352,7 @@ def _remove_from_losses(compiled: Any) -> None:
 
 def _is_keras_metric(metric: Any) -> bool:
     """Return True for a metric of Keras that has a value for each row."""
-    function, axis = private.function_of(metric)
+    function, axis = private.function_and_axis(metric)
     modules = [type(metric).__module__, getattr(function, "__module__", "keras.")]
     return (
         all(module.startswith("keras.") for module in modules)

@@ -46,13 +46,13 @@ def test_exit_codes_and_reports_of_ranks_travel_to_the_launcher(net, shared):
     assert code == 75
     assert lines == [
         "keras-dist: the ranks were asked to end by SIGTERM, and ended together. "
-        "The same command continues."
+        "The same command continues the training."
     ]
     code, lines, _ = ended(saving)  # after 5 s, and not two as after a failure
     assert code == 128 + signal.SIGTERM, lines
     assert lines == [
         "keras-dist: ended by SIGTERM; the ranks ended together, and the same command "
-        "continues."
+        "continues the training."
     ]
     assert (folder / "saved.0").exists() and (folder / "saved.1").exists()
 

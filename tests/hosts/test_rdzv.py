@@ -55,6 +55,6 @@ def test_all_hosts_end_and_say_why(net, shared):
         assert code == 128 + signal.SIGTERM
         assert lines == [
             "keras-dist: ended by SIGTERM on g; the ranks ended together, and the "
-            "same command continues."
+            "same command continues the training."
         ]
     assert all((shared / "rdzv.save" / f"saved.{rank}").exists() for rank in (0, 1))
