@@ -186,7 +186,7 @@ def _feed_batches(
     steps, shuffle = given["steps_per_epoch"], bool(given["shuffle"])
     _check_trainable(source, given, spec)
     if source.has_seeded_passes and steps is None and spec.position:
-        skip_epochs(source.data, spec.position.epoch)
+        skip_epochs(source.data, max(0, spec.position.epoch - spec.first_epoch))
     # With a number of steps an epoch is no pass, so Keras shuffles each pass. But with
     # several workers it draws in a thread of its own, while this one may draw, too.
     is_by_keras = steps is not None and not has_own_thread(source.data)
