@@ -54,9 +54,12 @@ print(tf.config.threading.get_intra_op_parallelism_threads())
 _SETS = "import tensorflow as tf\ntf.config.threading."
 _SETS += f"set_intra_op_parallelism_threads(7)\n{_REPORTS}"
 
+# Each with a generator of its own: forks would have the same.
 _DRAWS = """
-import keras_dist
 import numpy as np
+if np.random.get_bit_generator().seed_seq is not None:
+    np.random.set_bit_generator(np.random.MT19937())
+import keras_dist
 print(np.random.rand(3).tolist())
 """
 
@@ -72,9 +75,12 @@ _LAUNCHED = {
 
 _ANOTHER_JOB = {"HOROVOD_GLOO_RENDEZVOUS_PORT": "4712"}
 
+# Of MPICH 4.0, which gives a job no id.
+_MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+
 # What is run in a new process, and with which variables.
 _PROGRAMS = {
-    "without Horovod": (_WITHOUT_HOROVOD, {"PMI_RANK": "1", "PMI_SIZE": "2"}),
+    "without Horovod": (_WITHOUT_HOROVOD, _MPICH),
     "refused": (_REFUSED, {}),
     "sets threads": (_SETS, _LAUNCHED),
     "has OpenMP's": (_REPORTS, _LAUNCHED | {"OMP_NUM_THREADS": "3"}),
@@ -83,6 +89,8 @@ _PROGRAMS = {
     "draws on the first rank": (_DRAWS, _LAUNCHED | {"HOROVOD_RANK": "0"}),
     "draws in another job": (_DRAWS, _LAUNCHED | _ANOTHER_JOB),
     "seeds": (_SEEDS, _LAUNCHED),
+    "draws by MPICH": (_DRAWS, _MPICH),
+    "draws by MPICH on the first rank": (_DRAWS, _MPICH | {"PMI_RANK": "0"}),
 }
 
 # Importing TensorFlow takes seconds: one process does it, and forks.
@@ -268,6 +276,8 @@ def test_the_import_seeds_a_script_that_has_not_done_so(printed):
     """Alike on all ranks, under a launcher that is not ours and cannot seed before."""
     assert printed["draws"] == printed["draws on the first rank"]
     assert printed["draws"] != printed["draws in another job"]
+    by_mpich = printed["draws by MPICH"]
+    assert by_mpich == printed["draws by MPICH on the first rank"] != ""
     assert printed["seeds"] == f"{np.random.RandomState(5).rand(3).tolist()}\n"
 
 

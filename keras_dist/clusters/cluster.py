@@ -44,8 +44,8 @@ class Place:
 
     @property
     def job(self) -> str:
-        """A text that all ranks of the job have; "" if the launcher connects them."""
-        return f"{self.launcher} {self.address}:{self.port}" if self.address else ""
+        """A text that all ranks of the job have."""
+        return f"{self.launcher} {self.address}:{self.port}"
 
 
 class Cluster(ABC):
