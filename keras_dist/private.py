@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 Result = TypeVar("Result")
 
@@ -145,6 +146,12 @@ def accumulators(optimizer: Any, variables: Sequence[Any] | None = None) -> list
     if variables is None:
         return list(sums)
     return [sums[optimizer._get_variable_index(variable)] for variable in variables]
+
+
+def is_compiled_by_xla() -> bool:
+    """Return True where TensorFlow traces a function with `jit_compile=True`."""
+    graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def momentums_of(optimizer: Any) -> list[Any]:

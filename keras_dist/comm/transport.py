@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist import private
 from keras_dist.comm import settings
 from keras_dist.comm.world import World
 from keras_dist.launch.monitor import end_note, record
@@ -184,6 +185,13 @@ def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any)
     the ranks would then wait forever. So the scope is ignored.
     """
     _check_size(link, tensor)
+    if private.is_compiled_by_xla():
+        raise RuntimeError(
+            "XLA cannot compile a collective. Received: a function with "
+            f"jit_compile=True on {link.size()} ranks. Pass jit_compile=False to "
+            "`compile`, or to `tf.function`. `dist_fit`, and `model.fit` with a "
+            "callback of keras_dist, compile what is around the collectives."
+        )
     with record_wait(name):
         options |= {"name": name, "ignore_name_scope": True}
         return getattr(link, function)(tensor, **options)

@@ -1,5 +1,6 @@
 """Optimizers and tapes that average as Horovod's do, and its batch normalization."""
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -173,15 +174,19 @@ class AppliesLikeHorovod:
     _passes = Passes()
 
     @no_autograph
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        apply = super().apply  # type: ignore[misc]
+    def apply(
+        self: Any, grads: Any, trainable_variables: Any = None, **more: Any
+    ) -> Any:
+        apply = functools.partial(super().apply, **more)  # type: ignore[misc]
         grads, passes = list(grads), self._passes
         known = variables_of(self, trainable_variables)
         present = [gradient for gradient in grads if gradient is not None]
         context = step_context.current()
         if not context.is_averaged and present and all(map(is_reduced, present)):
             with step_context.enter(replace(context, is_averaged=True)):
-                return AppliesLikeHorovod.apply(self, grads, trainable_variables)
+                return AppliesLikeHorovod.apply(
+                    self, grads, trainable_variables, **more
+                )
         if passes.number == 1 and (context.is_averaged or not passes.is_dense):
             return apply(grads, trainable_variables)
         grads = [

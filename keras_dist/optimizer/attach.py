@@ -1,8 +1,9 @@
 """Attach the reduction of gradients to optimizers: `DistributedOptimizer`."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import keras
@@ -33,12 +34,14 @@ class Recorded:
         gradients: Of this rank's batch.
         variables: The variables of the gradients; `None`: all of the optimizer.
         is_sum: Whether the gradients are sums over rows.
+        more: Further arguments, which an optimizer of the user's own may have.
     """
 
     optimizer: Any
     gradients: Sequence[Any]
     variables: Sequence[Any] | None
     is_sum: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
@@ -85,6 +88,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             f"Received: {optimizer!r} of type {type(optimizer).__name__}"
         )
     comm.init()
+    _hand_on_averaging()
     options = Averaging(op, compression)
     _attach(optimizer, options)._averaging.options = options
     return optimizer
@@ -138,6 +142,24 @@ def _find_options(optimizer: Any) -> Averaging | None:
     return None
 
 
+@functools.cache
+def _hand_on_averaging() -> None:
+    """From now on, a `LossScaleOptimizer` averages in place of the one inside it.
+
+    `compile` makes one with mixed precision, also for `train_on_batch`, where nothing
+    else of this package is called before the step.
+    """
+    outer = keras.optimizers.LossScaleOptimizer
+    plain = outer.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        move_to_outermost(self)
+
+    mixin.set_method(outer, "__init__", init)
+
+
 def move_to_outermost(optimizer: Any) -> None:
     """Move averaging from an inner optimizer to the outermost one.
 
@@ -174,7 +196,8 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
     """Run a recorded call of `apply`, with averaged gradients."""
     variables = variables_of(call.optimizer, call.variables)
     shaped = [with_shape(*pair) for pair in zip(averaged, variables, strict=True)]
-    update(call.optimizer, call.optimizer.apply, shaped, call.variables)
+    apply = functools.partial(call.optimizer.apply, **call.more)
+    update(call.optimizer, apply, shaped, call.variables)
 
 
 def only_attached() -> contextlib.AbstractContextManager[None]:
@@ -224,17 +247,17 @@ class ReducesGradients:
         loss = super().scale_loss(loss)  # type: ignore[misc]
         return weight_loss(self, loss)
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(self, grads: Any, trainable_variables: Any = None, **more: Any) -> Any:
         grads = list(grads)
         context = step_context.current()
         is_sum = context.next_site("apply") in context.kinds.sums
         if context.recorded is not None:
             if context.trial is None:
                 grads = mark_recorded(self, grads, trainable_variables)
-            call = Recorded(self, grads, trainable_variables, is_sum)
+            call = Recorded(self, grads, trainable_variables, is_sum, more)
             context.recorded.append(call)
             return None
-        apply = super().apply  # type: ignore[misc]
+        apply = functools.partial(super().apply, **more)  # type: ignore[misc]
         if context.is_averaged or not grads:
             return apply(grads, trainable_variables)
         averaged = reduce_gradients(self, grads, trainable_variables, is_sum=is_sum)

@@ -242,10 +242,10 @@ class ScalesRate:
 
     _rate: _Rate
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
         self._rate.is_updating = True
         try:
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return super().apply(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._rate.is_updating = False
 

@@ -171,25 +171,28 @@ def test_each_rank_draws_its_own_dropout_masks(world, rows):
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_mixed_precision_skips_on_all_ranks(world, rows, is_wrapped):
+@pytest.mark.parametrize("by", ["dist_fit", "fit", "train_on_batch"])
+def test_mixed_precision_skips_on_all_ranks(world, rows, by):
     """An inf on one rank only: all ranks skip the update and halve the scale."""
     x, y = rows
     x, y = np.array(x[:96]), y[:96]
     model = in_precision("mixed_float16")
     inner = keras.optimizers.SGD(0.01)
-    if is_wrapped:
+    if by != "dist_fit":
         inner = keras_dist.DistributedOptimizer(inner)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0)
     model.compile(optimizer, "mse", jit_compile=False)
     x[-1] = np.inf  # the last row belongs to the last rank
     arguments = {"batch_size": 96 // world.size, "epochs": 3, "shuffle": False}
-    if is_wrapped:
-        x, y = x[world.rank :: world.size], y[world.rank :: world.size]
-        callbacks = [keras_dist.BroadcastVariables()]
-        model.fit(x, y, verbose=0, callbacks=callbacks, **arguments)
-    else:
+    own = x[world.rank :: world.size], y[world.rank :: world.size]
+    if by == "dist_fit":
         keras_dist.dist_fit(model, x, y, verbose=0, **arguments)
+    elif by == "fit":
+        callbacks = [keras_dist.BroadcastVariables()]
+        model.fit(*own, verbose=0, callbacks=callbacks, **arguments)
+    else:
+        for _ in range(3):
+            model.train_on_batch(*own)
     assert_equal_to_the_bit(model)
     assert float(optimizer.dynamic_scale) == 1024.0 / 8
     assert int(inner.iterations) == 0

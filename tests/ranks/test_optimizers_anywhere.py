@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_close, assert_equal_to_the_bit, shortened
-from models import update
 
 import keras_dist
 from keras_dist.optimizer.attach import is_distributed
@@ -46,8 +45,9 @@ class Wrapping(keras.optimizers.SGD):
         super().__init__(inner.learning_rate.numpy())
         self.inside = inner
 
-    def apply(self, grads, trainable_variables=None):
-        self.inside.apply([2 * gradient for gradient in grads], trainable_variables)
+    def apply(self, grads, trainable_variables=None, factor=1):
+        grads = [factor * gradient for gradient in grads]
+        self.inside.apply(grads, trainable_variables)
 
 
 class Gan(keras.Model):
@@ -79,7 +79,9 @@ class Gan(keras.Model):
             of_critic.apply(tape.gradient(loss, weights), weights)
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(self(x) - y))
-        update(tape, loss, of_generator, self.generator)
+        weights = self.generator.trainable_weights
+        more = {"factor": 2} if isinstance(of_generator, Wrapping) else {}
+        of_generator.apply(tape.gradient(loss, weights), weights, **more)
         return {"loss": loss}
 
 

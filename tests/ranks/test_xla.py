@@ -7,6 +7,7 @@ from claims import (
     assert_close,
     assert_equal_to_the_bit,
     largest_difference,
+    raises_everywhere,
     train_on_one_process,
     warned,
 )
@@ -128,6 +129,19 @@ def test_a_step_that_is_compiled_in_parts_has_the_state_of_keras(rows):
         keras.config.set_dtype_policy("float32")
     assert model.seen == {("mixed_bfloat16", "dense")}
     assert len(set(model.names)) == len(model.names) > 1
+
+
+def test_a_collective_that_xla_should_compile_is_an_error(rows):
+    """Outside of a fit of ours nothing is around it that could be compiled alone."""
+    x, y = (array[:8] for array in rows)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    model.compile(optimizer, "mse", jit_compile=True)
+
+    def train():
+        model.train_on_batch(x, y)
+
+    raises_everywhere(RuntimeError, train, "XLA cannot compile a collective")
 
 
 @pytest.mark.filterwarnings("ignore:Training without XLA")
