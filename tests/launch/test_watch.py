@@ -65,7 +65,7 @@ def test_ranks_under_horovodrun_are_monitored_too():
 
 
 _WORKS = """
-import subprocess, sys, time
+import os, subprocess, sys, threading, time
 import keras_dist
 
 LIMIT = 2
@@ -83,12 +83,20 @@ if rank == 1:  # as workers that read data do
     code = "import time; t = time.monotonic()\\nwhile time.monotonic() < t + 4: pass"
     subprocess.run([sys.executable, "-c", code])
 keras_dist.sum(1)
+if rank == 0:  # as `less` does, which somebody reads
+    reader, writer = os.pipe()
+    threading.Timer(2 * LIMIT, lambda: [os.read(reader, 2**16) for _ in "12"]).start()
+    screen = os.dup(1)
+    os.dup2(writer, 1)
+    os.write(1, bytes(2**17))
+    os.dup2(screen, 1)
+keras_dist.sum(1)
 print("done", flush=True)
 """
 
 
 def test_ranks_that_work_are_left_alone(run_ranks):
-    """A rank that computes, and one that waits for a child."""
+    """A rank that computes, or waits for a child or for somebody to read its output."""
     done = run_ranks(torchrun, [0, 1], 2, _WORKS)
     assert [(code, out.strip()) for code, out in done] == [(0, "done")] * 2
 

@@ -6,6 +6,7 @@ all the time, do not count; `psutil` has bytes for whole processes alone.
 
 import atexit
 import os
+import select
 import sys
 import threading
 import time
@@ -59,10 +60,19 @@ _LAUNCHED_FILE = "keras_dist/launch/monitor/rank_process.py"
 _WAITING_FILE = "tensorflow/python/eager/execute.py"
 
 
+def _is_output_full() -> bool:
+    """Return True if a print would wait for a reader."""
+    outputs = select.poll()
+    for number in (1, 2):
+        outputs.register(number, select.POLLOUT)
+    return len(outputs.poll(0)) < 2  # one that is closed is in it
+
+
 class Watchdog(threading.Thread):
     """A thread that checks this rank, and all other ranks while this one is idle.
 
-    A rank makes progress if its record changes, or it computes, reads or writes.
+    A rank makes progress if its record changes, or it computes, reads or writes. If
+    nobody reads what it prints (`| less`, Ctrl-S), it is no fault that it waits.
 
     Args:
         rank, size: Rank of this process, and number of ranks.
@@ -114,7 +124,7 @@ class Watchdog(threading.Thread):
         elapsed, changes = now - self._last_progress, record.here.position.changes
         is_work = self._seconds > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
         is_work |= self._bytes > _IDLE_BYTES + _IDLE_RATE * elapsed
-        if changes != self._changes or is_work:
+        if changes != self._changes or is_work or _is_output_full():
             self._last_progress, self._changes = now, changes
             self._seconds, self._bytes = 0.0, 0
 
