@@ -52,7 +52,7 @@ def distribute(
     environment variable `KERAS_DIST` is `global` or `rank`.
 
     With the variable `KERAS_DIST_RESUME=folder`, the k-th fit of the script resumes
-    from the subfolder `fit_k`.
+    from the subfolder `fit_k`. Fits in callbacks do not count, and do not resume.
 
     Args:
         batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
@@ -105,7 +105,9 @@ def _end(options: Options) -> None:
 def _train(
     model: Any, given: dict[str, Any], options: Options, plain: Callable[..., Any]
 ) -> Any:
-    if folder := os.environ.get(RESUME):
+    folder = os.environ.get(RESUME)
+    # A process that resumes makes fewer fits in callbacks, so they have no number.
+    if folder and not fit.is_inside():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
     return fit.train(model, given, options, plain)
 

@@ -227,6 +227,14 @@ def _find_order_seed(model: Any) -> int:
 # The model and the method whose next call is one of ours, for Keras's own loop.
 _passing: ContextVar[tuple[int, str] | None] = ContextVar("passing", default=None)
 
+# Whether this is inside of a fit: in a callback, for example.
+_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
+
+
+def is_inside() -> bool:
+    """Return True inside of a fit, where its callbacks may begin another one."""
+    return _is_inside.get()
+
 
 def run_loop(
     model: Any,
@@ -247,6 +255,8 @@ def run_loop(
     is_override = loop is None and _takes_data(getattr(model.__class__, name))
     with contextlib.ExitStack() as stack:
         stack.enter_context(turn_off_tuning(model))
+        if name == "fit":
+            stack.callback(_is_inside.reset, _is_inside.set(True))
         if loop is None:
             token = _passing.set((id(model), name))
             stack.callback(_passing.reset, token)

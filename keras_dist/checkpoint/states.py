@@ -238,6 +238,9 @@ def _merge_ranks(
 # Keras would negate it again.
 _NOT_STATE = ("params", "model", private.CALLBACK_MODEL, "min_delta")
 
+# Attribute of a callback: the names of its attributes that a training has changed.
+_TRAINED = "_keras_dist_trained"
+
 # When this process began, by the clock of `time.monotonic` and `time.perf_counter`.
 _BEGIN = time.monotonic_ns()
 
@@ -248,9 +251,10 @@ class CallbackStates:
     The state of a callback with `state_dict` and `load_state_dict` is what these return
     and take. The state of any other callback is its attributes that are numbers, text,
     arrays, or lists and dicts of these, but only those that have changed since the
-    training began. So an argument that was changed in the script, such as a new
-    `patience`, is not overwritten. Nor is a reading of `time.monotonic()` or
-    `time.perf_counter()`, which means nothing in another process.
+    training began, or in an earlier fit of the same object. So an argument that was
+    changed in the script, such as a new `patience`, is not overwritten. Nor is a
+    reading of `time.monotonic()` or `time.perf_counter()`, which means nothing in
+    another process.
 
     Args:
         callbacks: All callbacks of a fit. Those that run on the first rank only are
@@ -294,10 +298,10 @@ class CallbackStates:
     def _state_of(self, key: str, callback: Any) -> Any:
         if _has_state_dict(callback):
             return {"state_dict": to_json(callback.state_dict())}
-        at_begin = self._at_begin[key]
+        at_begin, trained = self._at_begin[key], _trained_names(callback)
         state = _attributes(callback)
-        changed = {n: v for n, v in state.items() if at_begin.get(n) != digest(v)}
-        return {"changed": changed}
+        trained.update(n for n, v in state.items() if at_begin.get(n) != digest(v))
+        return {"changed": {n: v for n, v in state.items() if n in trained}}
 
 
 def _has_state_dict(callback: Any) -> bool:
@@ -332,11 +336,22 @@ def _is_clock(value: Any) -> bool:
     return round(value * 1e9) / 1e9 == value != float(np.float32(value))
 
 
+def _trained_names(callback: Any) -> set[str]:
+    """Names of the attributes that a training has changed, in any fit of the object.
+
+    The next fit begins with their values, but the next process does not.
+    """
+    names: set[str] = vars(callback).setdefault(_TRAINED, set())
+    return names
+
+
 def _restore(callback: Any, state: Any) -> None:
     if "state_dict" in state and _has_state_dict(callback):
         callback.load_state_dict(state["state_dict"])
-    for name, value in state.get("changed", {}).items():
+    changed = state.get("changed", {})
+    for name, value in changed.items():
         setattr(callback, name, value)
+    _trained_names(callback).update(changed)
 
 
 def random_state() -> dict[str, Any]:

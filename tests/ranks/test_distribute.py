@@ -2,16 +2,18 @@
 
 import contextlib
 import inspect
+import itertools
 import threading
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_close, distribute_jobs, slow_on_three
+from claims import Ended, assert_close, distribute_jobs, slow_on_three
 from models import make_compiled, perceptron
 
 import keras_dist
-from keras_dist import fit
+from keras_dist import distribution, fit
 
 several = pytest.mark.several_ranks
 
@@ -243,4 +245,42 @@ def test_fits_of_a_script_resume_by_their_number(rows, make_model, folder, monke
     with keras_dist.distribute():
         for _ in range(2):
             make_model().fit(*rows, verbose=0)
+    assert len(list(folder.glob("fit_*"))) == 2
+
+
+class Probes(keras.callbacks.Callback):
+    """After each epoch, trains a model on what the trained one has learned."""
+
+    def __init__(self, make_model, rows, ends=None):
+        super().__init__()
+        self.make_model, self.rows, self.ends = make_model, rows, ends
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == self.ends:
+            raise Ended
+        x, y = self.rows
+        learned = self.make_model(), x * np.asarray(self.model(x)), y
+        history = keras.Model.fit(*learned, batch_size=32, shuffle=False, verbose=0)
+        logs["probe"] = history.history["loss"][0]
+
+
+@slow_on_three
+def test_fits_in_callbacks_do_not_count_and_do_not_resume(
+    rows, make_model, folder, monkeypatch
+):
+    """A process that resumes makes fewer of them; the fit after has its number."""
+
+    def train(ends=None):
+        monkeypatch.setattr(distribution, "_fits", itertools.count(1))  # a new process
+        probes, options = Probes(make_model, rows, ends), {"shuffle": False}
+        history = make_model().fit(*rows, 32, 3, 0, callbacks=[probes], **options)
+        after = make_model().fit(*rows, 32, 1, 0, **options)
+        return history.history["probe"], after.history["loss"]
+
+    [expected] = distribute_jobs([train])
+    monkeypatch.setenv("KERAS_DIST_RESUME", str(folder))
+    with keras_dist.distribute():
+        with pytest.raises(Ended):
+            train(ends=1)
+        assert_close(train(), expected)
     assert len(list(folder.glob("fit_*"))) == 2

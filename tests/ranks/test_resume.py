@@ -14,6 +14,7 @@ import tensorflow as tf
 from claims import (
     Ended,
     assert_same_bits,
+    distribute_jobs,
     raises_everywhere,
     shortened,
     slow_on_three,
@@ -380,6 +381,48 @@ def test_a_finished_training_is_restored_where_one_rank_has_built_its_model(fold
         keras_dist.dist_fit(model, x / NUM_ROWS, y[:, None], verbose=0, resume=folder)
         weights.append(model.get_weights())
     assert_same_bits(*weights)
+
+
+class Scores(keras.callbacks.Callback):
+    """Logs a score that is best after the first epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = [0.1, 0.9, 0.8, 0.7][epoch]
+
+
+@pytest.mark.parametrize("first", ["same", "another"])
+def test_a_restart_keeps_what_earlier_fits_of_a_callback_have_found(folder, first):
+    """Fits with one callback object, in one folder or not; their patience is new."""
+
+    def make_best(name):
+        given = {"save_best_only": True, "save_weights_only": True, "mode": "min"}
+        path = f"{folder}/{name}.weights.h5"
+        return keras.callbacks.ModelCheckpoint(path, "score", **given)
+
+    def fit_plainly():
+        best, model = make_best("plain"), keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        x = np.ones((2, 2))
+        model.fit(x, x[:, :1], epochs=4, verbose=0, callbacks=[Scores(), best])
+        return best.best
+
+    def train(*fits):
+        """Train in a new process; return the best score, and its file."""
+        best, stops = make_best("best"), keras.callbacks.EarlyStopping("loss")
+        for epochs, name in fits:
+            stops.patience = given = next(patience)
+            callbacks = [Scores(), best, stops]
+            small(f"{folder}/{name}", epochs=epochs, callbacks=callbacks)
+            assert stops.patience == given
+        with open(best.filepath, "rb") as file:
+            return keras_dist.broadcast(best.best), file.read()
+
+    patience = itertools.count(10)
+    [expected] = distribute_jobs([fit_plainly])
+    whole = train((1, first), (2, "same"))
+    assert whole[0] == expected
+    assert train((2, "same"), (3, "same")) == whole
+    assert train((4, "same")) == whole
 
 
 @pytest.mark.several_ranks
