@@ -200,7 +200,7 @@ def global_seed() -> int | None:
 
 
 @contextlib.contextmanager
-def change_operation_seed(change: Callable[[int], int]) -> Iterator[None]:
+def change_operation_seed(change: Callable[[int], int | None]) -> Iterator[None]:
     """Context manager that changes the seed of random operations, if one was set.
 
     `tf.random.set_seed` would also forget what was drawn so far.

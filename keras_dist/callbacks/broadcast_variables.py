@@ -8,7 +8,7 @@ import numpy as np
 from keras_dist import comm, private
 from keras_dist.optimizer.accumulation import own_sums
 from keras_dist.optimizer.attach import is_distributed, move_to_outermost
-from keras_dist.optimizer.nested import optimizers_of
+from keras_dist.optimizer.nested import build_optimizer, optimizers_of, state_of
 from keras_dist.training.install import install, uninstall
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
@@ -109,15 +109,15 @@ def _describe_override(model: Any) -> str:
 def build_optimizers(model: Any) -> None:
     """Make the state of the optimizers of a built model."""
     for outer in optimizers_of(model):
-        if model.built and not outer.built:
-            outer.build(model.trainable_variables)
+        if model.built:
+            build_optimizer(outer, model.trainable_variables)
 
 
 def state_variables(model: Any) -> list[Any]:
     """List weights and optimizer state, in the same order on every rank."""
     variables = list(model.weights)
     for outer in optimizers_of(model):
-        variables += outer.variables
+        variables += state_of(outer)
     return list({id(v): v for v in variables}.values())
 
 

@@ -14,7 +14,7 @@ from keras_dist.data.division import check_count
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.lines import warn
 from keras_dist.optimizer.accumulation import own_sums
-from keras_dist.optimizer.nested import optimizers_of
+from keras_dist.optimizer.nested import optimizers_of, state_of
 from keras_dist.training.losses import is_keras_method
 
 Action = Literal["raise", "resync"]
@@ -161,7 +161,7 @@ def _variables(model: Any) -> list[Any]:
     left_out: set[int] = set()
     state = []
     for found in optimizers_of(model):
-        state += found.variables
+        state += state_of(found)
         left_out |= {id(variable) for variable in own_sums(found)}
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]

@@ -14,7 +14,7 @@ from keras_dist.horovod.optimizer import (
     is_next_an_update,
     move_to_outermost,
 )
-from keras_dist.optimizer.nested import leaves
+from keras_dist.optimizer.nested import build_optimizer, leaves, state_of
 from keras_dist.training import build
 
 __all__ = [
@@ -88,9 +88,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         found = list(self.model.weights)
         if optimizer is not None:
             move_to_outermost(optimizer)
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            found += optimizer.variables
+            build_optimizer(optimizer, self.model.trainable_variables)
+            found += state_of(optimizer)
         broadcast_variables({id(v): v for v in found}.values(), self.root_rank)
 
 

@@ -227,7 +227,11 @@ def update(
 ) -> None:
     """Make the update; optimizers inside of this one get the averages, too."""
     context = replace(step_context.current(), is_averaged=True)
-    with step_context.enter(context), add_in_order(optimizer, averaged):
+    with (
+        step_context.enter(context),
+        context.draw_alike(),
+        add_in_order(optimizer, averaged),
+    ):
         apply(averaged, variables)
 
 

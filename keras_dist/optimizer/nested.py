@@ -3,7 +3,7 @@
 import contextlib
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,9 @@ _MOST = 10_000
 # Objects of these packages hold no optimizers, but for models.
 _NOT_SEARCHED = {"builtins", "keras", "keras_dist", "numpy", "tensorflow"}
 
+# Keras has it from 3.14 on.
+_MULTI = getattr(keras.optimizers, "MultiOptimizer", ())
+
 
 def optimizers_of(model: Any) -> list[Any]:
     """Find the compiled optimizer, and all others that `model` keeps, each once.
@@ -32,22 +35,31 @@ def optimizers_of(model: Any) -> list[Any]:
     Args:
         model: A `keras.Model`.
     """
+    return _find_optimizers(model, _may_hold_optimizers)
+
+
+def _find_optimizers(owner: Any, is_searched: Callable[[Any], bool]) -> list[Any]:
     found: dict[int, Any] = {}
-    seen = {id(model)}
-    waiting = deque([model])
+    seen = {id(owner)}
+    waiting = deque([owner])
     while waiting and len(seen) < _MOST:
         for value in _held_by(waiting.popleft()):
             if isinstance(value, keras.optimizers.Optimizer):
                 found[id(value)] = value
-            elif id(value) not in seen and _may_hold_optimizers(value):
+            elif id(value) not in seen and is_searched(value):
                 seen.add(id(value))
                 waiting.append(value)
     return list(found.values())
 
 
+def _is_short_container(value: Any) -> bool:
+    is_container = isinstance(value, (list, tuple, deque, Mapping))
+    return is_container and 0 < len(value) <= _LONGEST
+
+
 def _may_hold_optimizers(value: Any) -> bool:
     if isinstance(value, (list, tuple, deque, Mapping)):
-        return 0 < len(value) <= _LONGEST
+        return _is_short_container(value)
     if isinstance(value, keras.Model):
         return True
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):
@@ -71,26 +83,62 @@ def _held_by(value: Any) -> Iterable[Any]:
     return [*getattr(value, "__dict__", {}).values(), *in_slots]
 
 
-def leaves(optimizer: Any) -> list[Any]:
-    """Return the innermost optimizers, which update variables and have a rate.
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """List the optimizers directly inside one: its attributes, also in containers.
 
-    A `LossScaleOptimizer` has one inside, and a `MultiOptimizer` several, which it may
-    make only when it is built. Every other optimizer is its own leaf.
+    Such as that of a `LossScaleOptimizer`, those of a `MultiOptimizer`, which it may
+    make only when it is built, and that of a wrapper of the user's.
     """
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:
-        return leaves(inner)
-    # Keras has it from 3.14 on.
-    multi = getattr(keras.optimizers, "MultiOptimizer", ())
-    return list(optimizer.optimizers) if isinstance(optimizer, multi) else [optimizer]
+    return _find_optimizers(optimizer, _is_short_container)
 
 
 def nested_optimizers(optimizer: Any) -> list[Any]:
-    """`optimizer` and those inside it (of a `LossScaleOptimizer`), outermost first."""
+    """List `optimizer` and all those inside it, outermost first, each once."""
+    return _follow(optimizer, inner_optimizers)
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """Return the optimizers that update variables; their rate is the one to scale.
+
+    An optimizer with others inside and an `apply` of its own, as those of Keras have
+    it, lets the inner ones update: a rate that it has, too, is not scaled. Without such
+    an `apply`, it makes the updates, at its own rate: it is its own leaf.
+    """
+    found = _follow(optimizer, _delegates)
+    return [o for o in found if not (_delegates(o) or isinstance(o, _MULTI))]
+
+
+def _delegates(optimizer: Any) -> list[Any]:
+    """List the inner optimizers whose `apply` this one calls."""
+    classes = [cls for cls in type(optimizer).__mro__ if "apply" in vars(cls)]
+    names = (cls for cls in classes if not cls.__module__.startswith("keras_dist."))
+    is_plain = next(names) in keras.optimizers.Optimizer.__mro__
+    return [] if is_plain else inner_optimizers(optimizer)
+
+
+def _follow(optimizer: Any, step: Callable[[Any], list[Any]]) -> list[Any]:
     found = [optimizer]
-    while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
-        found.append(inner)
+    for part in found:  # which grows
+        found += [one for one in step(part) if all(one is not o for o in found)]
     return found
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """List the variables of an optimizer and of those inside it, each once."""
+    variables = [v for part in nested_optimizers(optimizer) for v in part.variables]
+    return list({id(v): v for v in variables}.values())
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Make the state of an optimizer, and of those that it would build when it updates.
+
+    A `MultiOptimizer` builds those that it uses.
+    """
+    parts = nested_optimizers(optimizer)
+    chosen = {id(o) for p in parts if isinstance(p, _MULTI) for o in p.optimizers}
+    for part in parts:
+        if not part.built and id(part) not in chosen:
+            part.build(variables)
 
 
 def variables_of(optimizer: Any, variables: Sequence[Any] | None) -> list[Any]:

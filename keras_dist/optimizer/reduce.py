@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, get_args
 
+import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
@@ -198,7 +199,8 @@ def _average(
         tf.cast(reduced, gradient.dtype)
         for reduced, (gradient, _) in zip(result, pairs, strict=True)
     ]
-    if len(nested_optimizers(optimizer)) == 1:
+    scaled = keras.optimizers.LossScaleOptimizer
+    if not any(isinstance(part, scaled) for part in nested_optimizers(optimizer)):
         return result
     return [
         map_values(sparse.all_or_none_finite, reduced)

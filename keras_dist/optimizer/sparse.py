@@ -284,9 +284,10 @@ def add_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
         gradients: The gradients of the update, averaged over all ranks.
     """
     has_rows = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+    is_repeated = has_rows and comm.size() > 1
     with contextlib.ExitStack() as stack:
-        for leaf in leaves(optimizer) if has_rows and comm.size() > 1 else []:
-            stack.enter_context(mixin.use(leaf, AddsInOrder))
+        for part in nested_optimizers(optimizer) if is_repeated else []:
+            stack.enter_context(mixin.use(part, AddsInOrder))
         yield
 
 

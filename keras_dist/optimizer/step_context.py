@@ -1,7 +1,7 @@
 """What a train step passes to `Optimizer.apply` through Keras's code."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +117,8 @@ class StepContext:
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
             all gradients come from the loss that was given to `scale_loss`.
         stop_request: The stop request, which is sent with the gradients.
+        draw_alike: Context manager for the update, in which all ranks draw the same
+            random numbers.
         recorded: A list to which `apply` adds its calls, without running them.
         is_averaged: Whether the gradients given to `apply` are averaged already.
         weighted: States of the optimizers whose loss is multiplied by this rank's
@@ -139,6 +141,9 @@ class StepContext:
     is_compiled: bool = False
     is_keras_path: bool = False
     stop_request: StopRequest | None = None
+    draw_alike: Callable[[], contextlib.AbstractContextManager[None]] = (
+        contextlib.nullcontext
+    )
     recorded: list[Any] | None = None
     is_averaged: bool = False
     weighted: list[Any] = field(default_factory=list)

@@ -13,7 +13,7 @@ from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.lines import warn
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.nested import optimizers_of
+from keras_dist.optimizer.nested import build_optimizer, optimizers_of
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.session import Session
@@ -101,9 +101,9 @@ def _build_by_keras(model: Any, _: Any, data: Any) -> None:
 
 def _build_optimizer(model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and model.built:
+    if optimizer is not None and model.built:
         with tf.init_scope():
-            optimizer.build(model.trainable_variables)
+            build_optimizer(optimizer, model.trainable_variables)
 
 
 def _trace(model: Any, run: Callable[[Any], Any], data: Any) -> None:

@@ -18,7 +18,7 @@ from keras_dist import comm, mixin, private
 from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.optimizer.attach import attach_to, averaging_of
-from keras_dist.optimizer.nested import optimizers_of
+from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
 from keras_dist.optimizer.rate import scale_rate, unscale_rate
 from keras_dist.training import batch_norm, saving
 from keras_dist.training.session import Session, TracedFunctions, session_of
@@ -84,7 +84,9 @@ def train_on_all(
     averaging: set[int] = set()
 
     def average() -> None:
-        for each in optimizers_of(model):
+        # The outermost first, which takes the averaging from those inside it.
+        found = sorted(optimizers_of(model), key=lambda o: -len(nested_optimizers(o)))
+        for each in found:
             if id(each) not in averaging:
                 averaging.add(id(each))
                 if comm.size() > 1:

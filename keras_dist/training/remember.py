@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import private
-from keras_dist.optimizer.nested import optimizers_of
+from keras_dist.optimizer.nested import optimizers_of, state_of
 
 
 def list_variables(model: Any) -> list[Any]:
@@ -21,7 +21,7 @@ def list_variables(model: Any) -> list[Any]:
         if isinstance(layer, keras.Model):
             variables += layer.metrics_variables
     for optimizer in optimizers_of(model):
-        variables += optimizer.variables
+        variables += state_of(optimizer)
     return variables
 
 

@@ -24,35 +24,64 @@ def _counter(value: Any) -> tf.Variable:
         return tf.Variable(value, trainable=False, dtype=tf.int64)
 
 
-class OwnNoise:
+class StepNoise:
     """Numbers that `tf.random` and `keras.random` draw in the steps of one model.
 
     After `keras.utils.set_random_seed` every rank would draw the same noise for its own
     rows. Layers such as `Dropout` have generators, which `BroadcastVariables` seeds.
+    An update draws alike on all ranks, as on one process: it changes weights.
     """
 
     def __init__(self) -> None:
         self._seed: int | None = None
+        self._shared_seed: int | None = None
         self._generator: keras.random.SeedGenerator | None = None
+        self._shared_generator: keras.random.SeedGenerator | None = None
 
     def prepare(self, model: Any) -> None:
-        """Make the generator; a step in which it is made would be traced once more."""
+        """Make the generators; a step in which one is made would be traced once more.
+
+        All ranks call this.
+        """
         if self._seed is None:
             self._seed = _derive_seed(model)
             self._generator = keras.random.SeedGenerator(self._seed)
+            self._shared_generator = keras.random.SeedGenerator(0)
+            first = comm.broadcast((private.global_seed(), _next_keras_state()))
+            self._shared_seed, state = first
+            self._shared_generator.state.assign(state)
 
-    @contextlib.contextmanager
-    def draw_own(self) -> Iterator[None]:
+    def draw_own(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which a step is traced, or runs eagerly."""
-        own, state = self._seed, private.keras_state()
+        own = self._seed
         assert own is not None  # `prepare` was called before the first step
-        before = state.get(private.SEED_GENERATOR)
-        state[private.SEED_GENERATOR] = self._generator
-        try:
-            with private.change_operation_seed(lambda seed: (seed + own) % 2**31):
-                yield
-        finally:
-            state[private.SEED_GENERATOR] = before
+        return _draw_from(self._generator, lambda seed: (seed + own) % 2**31)
+
+    def draw_alike(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in such a step for its update."""
+        return _draw_from(self._shared_generator, lambda _: self._shared_seed)
+
+
+@contextlib.contextmanager
+def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[None]:
+    state = private.keras_state()
+    before = state.get(private.SEED_GENERATOR)
+    state[private.SEED_GENERATOR] = generator
+    try:
+        with private.change_operation_seed(change):
+            yield
+    finally:
+        state[private.SEED_GENERATOR] = before
+
+
+def _next_keras_state() -> Any:
+    """Return the state from which `keras.random` draws next, without drawing."""
+    generator = private.keras_state().get(private.SEED_GENERATOR)
+    if generator is not None:
+        return comm.to_array(generator.state)
+    drawn = random.Random()
+    drawn.setstate(random.getstate())
+    return [drawn.randint(1, int(1e9)), 0]  # as Keras seeds the generator
 
 
 def _derive_seed(model: Any) -> int:
@@ -95,7 +124,7 @@ class TracedFunctions:
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
         self.position, self._steps = _counter([0, 0, 0]), _counter(0)
-        self.stop_request, self.noise = StopRequest(), OwnNoise()
+        self.stop_request, self.noise = StopRequest(), StepNoise()
         self._compiled: tuple[Any, ...] = ()
         self._functions: tuple[Any, Any] = (None, None)  # of training and evaluation
         self._plain: tuple[Any, Any] = (None, None)

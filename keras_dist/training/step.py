@@ -209,6 +209,7 @@ def describe_step(
         is_strided=session.feed.is_strided,
         is_keras_path=is_keras_path and not session.traced.is_split,
         stop_request=session.traced.stop_request,
+        draw_alike=session.traced.noise.draw_alike,
     )
 
 

@@ -229,6 +229,63 @@ def test_noise_without_a_seed_is_each_ranks_own(world, run_eagerly, jit_compile)
     assert after.count(after[0]) == world.size
 
 
+class Langevin(keras.optimizers.SGD):
+    """Adds noise that is given no seed to each update."""
+
+    def __init__(self, draw):
+        super().__init__(0.05)
+        self.draw = draw
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = gradient + 0.1 * self.draw(variable.shape)
+        super().update_step(gradient, variable, learning_rate)
+
+
+class Jitter(keras.constraints.Constraint):
+    """Adds noise that is given no seed to a weight, after each update."""
+
+    def __call__(self, weight):
+        return weight + 0.01 * keras.random.normal(weight.shape)
+
+
+def train_with_noise(fit, draw, jit_compile, **arguments):
+    """The weights after a fit that draws in its updates."""
+    layer = keras.layers.Dense(1, kernel_constraint=Jitter())
+    model = keras.Sequential([keras.Input((8,)), layer])
+    model.compile(Langevin(draw), "mse", jit_compile=jit_compile)
+    x = np.linspace(-1, 1, 12 * 8, dtype="float32").reshape(12, 8)
+    fit(model, x, x[:, :1], batch_size=6, shuffle=False, verbose=0, **arguments)
+    return [value.tolist() for value in model.get_weights()]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_an_update_draws_as_on_one_process(jit_compile):
+    """Optimizers and constraints with noise, after `set_random_seed`."""
+    weights = []
+    for fit, batch in (keras.Model.fit, {}), (keras_dist.dist_fit, {"batch": "global"}):
+        keras.utils.set_random_seed(3)
+        draw = keras.random.normal
+        weights.append(train_with_noise(fit, draw, jit_compile, **batch))
+    for own, expected in zip(*reversed(weights), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("draw", [keras.random.normal, tf.random.normal])
+def test_an_update_draws_alike_whatever_the_seeds(world, draw):
+    """Without a seed, or with one of each rank, also for `model.fit`."""
+    private.keras_state().pop(private.SEED_GENERATOR, None)
+    unseeded(world)
+    tf.random.set_seed(world.rank)
+
+    def fit(model, *data, **given):
+        keras_dist.DistributedOptimizer(model.optimizer)
+        calls = [keras_dist.ReplicaCheck(), keras_dist.BroadcastVariables()]
+        model.fit(*data, callbacks=calls, **given)
+
+    everyone = keras_dist.gather(train_with_noise(fit, draw, False))
+    assert everyone.count(everyone[0]) == world.size
+
+
 @pytest.mark.parametrize("is_made", [False, True])
 def test_a_fit_draws_nothing_from_the_generator_of_keras(is_made):
     """`random` and `keras.random` go on as after `model.fit`, whoever drew before."""

@@ -50,6 +50,18 @@ class Wrapping(keras.optimizers.SGD):
         self.inside.apply(grads, trainable_variables)
 
 
+class Passing(keras.optimizers.SGD):
+    """Another one, which passes its own rate on: no `apply` of the inner one runs."""
+
+    def __init__(self, inner):
+        super().__init__(inner.learning_rate.numpy())
+        inner.learning_rate = 9.0
+        self.inside = [inner]
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.inside[0].update_step(gradient, variable, learning_rate)
+
+
 class Gan(keras.Model):
     """Two networks, two optimizers; several steps of the critic for one."""
 
@@ -101,9 +113,16 @@ def of_inner_model(model, one, two):
     return lambda model: (model.held, model.critic.optimizer)
 
 
-def of_wrapper(model, one, two):
-    model.held = [Wrapping(one), two]
+def of_wrappers(model, one, two):
+    passing = Passing(two)
+    two.build(model.critic.trainable_variables)
+    model.held = [Wrapping(one), passing]
     return lambda model: model.held
+
+
+def of_wrappers_and_model(model, one, two):
+    model.inside = one
+    return of_wrappers(model, one, two)
 
 
 def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
@@ -146,12 +165,56 @@ def test_optimizers_are_averaged_wherever_they_are(world, hold, is_eager):
     assert_equal_to_the_bit(model)
 
 
-def test_an_optimizer_inside_of_the_users_own_gets_the_averages(world):
-    """It is no leaf that this package knows, so its rate stays as it is."""
-    expected, _ = trained(keras.Model.fit, of_wrapper, 0.1, 4 * world.size)
-    arguments = {"lr_scaling": "none"}
-    model, _ = trained(keras_dist.dist_fit, of_wrapper, 0.1, 4, **arguments)
+@pytest.mark.parametrize("hold", [of_wrappers, of_wrappers_and_model])
+def test_an_optimizer_inside_of_the_users_own_gets_the_averages(world, hold):
+    """The rate that an update uses is scaled, once; then all are plain."""
+    size = world.size
+    expected, _ = trained(keras.Model.fit, hold, 0.1 * size, 4 * size)
+    check = [keras_dist.ReplicaCheck()]
+    model, _ = trained(keras_dist.dist_fit, hold, 0.1, 4, callbacks=check)
     assert_close(model.get_weights(), expected.get_weights(), 1e-10)
+    assert not any(map(is_distributed, optimizers_of(model)))
+    assert all(type(one) is one.__class__ for one in model.held)
+
+
+def wrapped(distribute=lambda optimizer: optimizer):
+    """A model whose optimizer has state inside; its data, and arguments of `fit`."""
+    generator = np.random.default_rng(2)
+    x, y = generator.normal(size=(24, 3)), generator.normal(size=(24, 1))
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    inner = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
+    model.compile(Wrapping(inner), "mse", run_eagerly=True)
+    return model, x, y, {"shuffle": False, "verbose": 0}
+
+
+def test_the_state_of_an_optimizer_inside_is_broadcast(world):
+    """In `model.fit`, where the inner one was made to average."""
+    rank, size = world.rank, world.size
+    expected, x, y, given = wrapped()
+    expected.fit(x, y, batch_size=4 * size, epochs=2, **given)
+    model, x, y, given = wrapped(keras_dist.DistributedOptimizer)
+    inner = model.optimizer.inside
+    inner.build(model.trainable_variables)
+    inner.momentums[0].assign_add(np.full((3, 1), float(rank)))
+    calls = [keras_dist.ReplicaCheck(), keras_dist.BroadcastVariables()]
+    given |= {"batch_size": 4, "epochs": 2, "callbacks": calls}
+    model.fit(x[rank::size], y[rank::size], **given)
+    assert_close(model.get_weights(), expected.get_weights(), 1e-10)
+    assert_equal_to_the_bit(model)
+
+
+def test_the_state_of_an_optimizer_inside_is_restored(folder):
+    """Also if it is made in the first update."""
+    expected, x, y, given = wrapped()
+    expected.fit(x, y, batch_size=12, epochs=2, **given)
+    given |= {"batch_size": 12, "batch": "global", "resume": folder}
+    for epochs in 1, 2:
+        model, x, y, _ = wrapped()
+        keras_dist.dist_fit(model, x, y, epochs=epochs, **given)
+    assert_close(model.get_weights(), expected.get_weights(), 1e-10)
+    slots = model.optimizer.inside.variables[2:]
+    assert_close(slots, expected.optimizer.inside.variables[2:], 1e-10)
 
 
 @pytest.mark.parametrize("is_eager", shortened([True, False], {True}))
