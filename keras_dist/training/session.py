@@ -205,6 +205,7 @@ class Session:
         on_compile: What is called when a callback has compiled the model once more.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
             they may save and evaluate. Otherwise the first callback that ends does.
+        undo: What undoes all changes to the model and its optimizers.
     """
 
     traced: TracedFunctions
@@ -224,6 +225,7 @@ class Session:
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
     is_held: bool = False
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""
