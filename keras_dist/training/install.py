@@ -27,6 +27,8 @@ from keras_dist.training.step import DistributedStep
 
 def install(model: Any) -> Session:
     """Make `model` train on all ranks; a second call returns the same session."""
+    if mixin.has(model, DistributedStep):
+        session_of(model).end_leftover(model)
     if not mixin.has(model, DistributedStep):
         private.check_hooks(type(model))
         saving.begin_interval()
@@ -37,7 +39,9 @@ def install(model: Any) -> Session:
         mixin.add(model, DistributedStep)
         traced.enter(model)
         session_of(model).undo.callback(_restore, model)
-    return session_of(model)
+    session = session_of(model)
+    session.is_of_fit |= private.is_in_fit(model)
+    return session
 
 
 def _restore(model: Any) -> None:
@@ -49,6 +53,7 @@ def _restore(model: Any) -> None:
     batch_norm.desynchronize(model)
     model.stop_training = stopped
     session.traced.leave(model, session.options)
+    session.on_compile.clear()
 
 
 def uninstall(model: Any, *, is_over: bool = False) -> None:
@@ -163,12 +168,13 @@ def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
 
     The model may be in the middle of a fit.
     """
-    is_training = mixin.has(model, DistributedStep)
+    before = vars(model).get("_distributed_session")
+    session = install(model)
     try:
-        with install(model).enter_next_evaluation(feed):
+        with session.enter_next_evaluation(feed):
             yield
     finally:
-        if not is_training:
+        if session is not before:
             uninstall(model, is_over=True)
 
 
