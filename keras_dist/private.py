@@ -8,6 +8,7 @@ package has to be defined in the mixin: `OVERRIDDEN`.
 
 import contextlib
 import contextvars
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -89,6 +90,16 @@ def clear_losses(model: Any) -> None:
 def build_by_keras(model: Any, data: Any) -> None:
     """Build model, metrics and losses from a batch, as Keras's `fit` does."""
     model._symbolic_build(data_batch=data)
+
+
+def is_in_fit(model: Any) -> bool:
+    """Return True if Keras's `fit` of a model is running, and has called this."""
+    return any(
+        frame.f_code.co_name == "fit"
+        and frame.f_globals.get("__name__", "").startswith("keras.")
+        and frame.f_locals.get("self") is model
+        for frame, _ in traceback.walk_stack(None)
+    )
 
 
 def compiled_parts(model: Any) -> tuple[Any, Any]:

@@ -9,10 +9,8 @@ from keras_dist.optimizer.rate import (
     LearningRateRule,
     count_warmup_steps,
     rate_factor,
-    scale_rate,
-    unscale_rate,
 )
-from keras_dist.training.install import install, uninstall
+from keras_dist.training.install import install, scale_rates, uninstall
 
 
 class LearningRateWarmup(keras.callbacks.Callback):
@@ -63,8 +61,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
         steps = self.steps_per_epoch or self.params.get("steps")
         warmup_steps = count_warmup_steps(self.warmup_epochs, steps)
         full = rate_factor(self.lr_scaling, size=comm.size())
-        scale_rate(self.model.optimizer, full, warmup_steps=warmup_steps)
+        scale_rates(self.model, full, warmup_steps)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        unscale_rate(self.model.optimizer)
         uninstall(self.model)

@@ -27,6 +27,8 @@ from keras_dist.training.step import DistributedStep
 
 def install(model: Any) -> Session:
     """Make `model` train on all ranks; a second call returns the same session."""
+    if mixin.has(model, DistributedStep):
+        session_of(model).end_leftover(model)
     if not mixin.has(model, DistributedStep):
         private.check_hooks(type(model))
         saving.begin_interval()
@@ -36,7 +38,22 @@ def install(model: Any) -> Session:
         object.__setattr__(model, "_distributed_session", Session(traced))
         mixin.add(model, DistributedStep)
         traced.enter(model)
-    return session_of(model)
+        session_of(model).undo.callback(_restore, model)
+    session = session_of(model)
+    session.is_of_fit |= private.is_in_fit(model)
+    return session
+
+
+def _restore(model: Any) -> None:
+    """Undo `install`."""
+    session = session_of(model)
+    saving.begin_interval()
+    stopped = model.stop_training
+    mixin.remove(model, DistributedStep)
+    batch_norm.desynchronize(model)
+    model.stop_training = stopped
+    session.traced.leave(model, session.options)
+    session.on_compile.clear()
 
 
 def uninstall(model: Any, *, is_over: bool = False) -> None:
@@ -52,12 +69,7 @@ def uninstall(model: Any, *, is_over: bool = False) -> None:
         return
     session = session_of(model)
     if is_over or not session.is_held:
-        saving.begin_interval()
-        stopped = model.stop_training
-        mixin.remove(model, DistributedStep)
-        batch_norm.desynchronize(model)
-        model.stop_training = stopped
-        session.traced.leave(model, session.options)
+        session.undo.close()
         if is_over:
             object.__delattr__(model, "_distributed_session")
 
@@ -80,7 +92,6 @@ def train_on_all(
             of one process that one step stands for in schedules.
         is_resumed: Whether the fit may continue rates and accumulated gradients.
     """
-    full, _, step_multiplier = rates
     averaging: set[int] = set()
 
     def average() -> None:
@@ -90,32 +101,48 @@ def train_on_all(
             if id(each) not in averaging:
                 averaging.add(id(each))
                 if comm.size() > 1:
-                    stack.enter_context(attach_to(each))
-                stack.callback(unscale_rate, each)
+                    session.undo.enter_context(attach_to(each))
+                session.undo.callback(unscale_rate, each)  # a resume scales it, too
 
-    def scale_rates() -> None:
-        if full != 1.0 or step_multiplier > 1:
-            for each in optimizers_of(model):
-                scale_rate(each, *rates)
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(uninstall, model, is_over=True)
-        session = install(model)
+    session = install(model)
+    try:
         session.is_held = True
         session.use(training, validation)
         average()
         # A train step may make an optimizer when it is first traced.
         session.call_at_start(average)
-        # A MultiOptimizer may have no inner optimizers before it is built.
-        session.call_at_start(scale_rates)
-        session.on_compile += [average, scale_rates]
+        session.on_compile.append(average)
+        scale_rates(model, *rates)
         if not is_resumed:
             _reuse_train_function(model, rates)
-        try:
-            yield session
-        except BaseException:
-            session.options = None  # a step that has failed is traced again
-            raise
+        yield session
+    except BaseException:
+        session.options = None  # a step that has failed is traced again
+        raise
+    finally:
+        uninstall(model, is_over=True)
+
+
+def scale_rates(
+    model: Any, full: float, warmup_steps: int, step_multiplier: int = 1
+) -> None:
+    """Scale the rates of all optimizers of `model`, from its first step until its end.
+
+    Args:
+        model: A model on which `install` was called.
+        full, warmup_steps, step_multiplier: See `scale_rate`.
+    """
+    session = session_of(model)
+
+    def scale() -> None:
+        for each in optimizers_of(model):
+            scale_rate(each, full, warmup_steps, step_multiplier)
+            session.undo.callback(unscale_rate, each)
+
+    if full != 1.0 or step_multiplier > 1:
+        # A MultiOptimizer may have no inner optimizers before it is built.
+        session.call_at_start(scale)
+        session.on_compile.append(scale)
 
 
 def turn_off_tuning(model: Any) -> contextlib.AbstractContextManager[None]:
@@ -143,12 +170,13 @@ def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
 
     The model may be in the middle of a fit.
     """
-    is_training = mixin.has(model, DistributedStep)
+    before = vars(model).get("_distributed_session")
+    session = install(model)
     try:
-        with install(model).enter_next_evaluation(feed):
+        with session.enter_next_evaluation(feed):
             yield
     finally:
-        if not is_training:
+        if session is not before:
             uninstall(model, is_over=True)
 
 

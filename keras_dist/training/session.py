@@ -234,6 +234,8 @@ class Session:
         on_compile: What is called when a callback has compiled the model once more.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
             they may save and evaluate. Otherwise the first callback that ends does.
+        is_of_fit: Whether Keras's `fit` has called a callback of this package.
+        undo: What undoes all changes to the model and its optimizers.
     """
 
     traced: TracedFunctions
@@ -253,6 +255,17 @@ class Session:
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
     is_held: bool = False
+    is_of_fit: bool = False
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def end_leftover(self, model: Any) -> None:
+        """Undo what a fit that raised has left: Keras calls no `on_train_end` then.
+
+        A callback of a fit that is running may call this, too, and it goes on.
+        """
+        is_over = self.is_of_fit and not private.is_in_fit(model)
+        if is_over and not self.is_held:
+            self.undo.close()  # and `model` is a plain model
 
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""

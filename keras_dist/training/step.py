@@ -48,6 +48,16 @@ class DistributedStep:
             # (`optimizer.reduce`, `optimizer.rate`).
             return compute_gradients(self, step, data)
 
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = super().fit  # type: ignore[misc]
+        self._distributed_session.end_leftover(self)
+        return plain(*args, **kwargs)
+
+    def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = super().train_on_batch  # type: ignore[misc]
+        self._distributed_session.end_leftover(self)
+        return plain(*args, **kwargs)
+
     def test_step(self: Any, data: Any) -> Any:
         if comm.size() > 1:
             self._distributed_session.see_rows(num_rows(data))
@@ -102,9 +112,11 @@ class DistributedStep:
         return losses.weigh("loss", loss)
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
-        super().compile(*args, **kwargs)  # type: ignore[misc]
-        self._distributed_session.traced.use_trial(None)
-        for prepare in self._distributed_session.on_compile:
+        plain, session = super().compile, self._distributed_session  # type: ignore[misc]
+        session.end_leftover(self)
+        plain(*args, **kwargs)
+        session.traced.use_trial(None)
+        for prepare in session.on_compile:
             prepare()
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:

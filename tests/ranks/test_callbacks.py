@@ -64,6 +64,77 @@ def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitt
     assert set(history.history) == {*expected.history, "rows_per_second"}
 
 
+class Interrupts(keras.callbacks.Callback):
+    """The user's Ctrl-C, after the second batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise KeyboardInterrupt
+
+
+FIT = {"shuffle": False, "verbose": 0}
+NEXT = ["fit", "dist_fit", "train_on_batch", "compile"]
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("how", NEXT)
+def test_a_fit_that_raised_leaves_nothing_to_the_next(world, rows, make_model, how):
+    """Which broadcasts what the first rank restored, and scales rates if it says so."""
+    x, y = (array[:96] for array in rows)
+    size, restored = world.size, make_model(seed=5).get_weights()
+    oracle = make_model(keras.optimizers.SGD(0.1 * size))
+    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    ours = [keras_dist.StopTogether(), keras_dist.BroadcastVariables()]
+    callbacks = [keras_dist.LearningRateWarmup(0), *ours, Interrupts()]
+    with pytest.raises(KeyboardInterrupt):
+        oracle.fit(x, y, batch_size=8 * size, callbacks=[Interrupts()], **FIT)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(*shard(rows, world), batch_size=8, callbacks=callbacks, **FIT)
+    oracle.set_weights(restored)
+    if world.rank == 0 or "fit" not in how:
+        model.set_weights(restored)
+    if how == "dist_fit":
+        keras_dist.dist_fit(model, x, y, batch_size=8, **FIT)
+    elif how == "fit":
+        model.fit(*shard(rows, world), batch_size=8, callbacks=ours, **FIT)
+    elif how == "train_on_batch":
+        model.train_on_batch(*shard(rows, world))
+    else:
+        model.compile(model.optimizer)
+    oracle.optimizer.learning_rate = 0.1 * (size if how == "dist_fit" else 1)
+    if "fit" in how:
+        oracle.fit(x, y, batch_size=8 * size, **FIT)
+    elif how == "train_on_batch":
+        oracle.train_on_batch(x, y)
+    oracle.optimizer.learning_rate = 0.1
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
+    assert type(model) is keras.Sequential
+
+
+def test_a_fit_in_a_callback_does_not_end_that_around_it(world, rows, make_model):
+    """Both train as on one process, at the scaled rate."""
+    size = world.size
+
+    def fit(model, data, batch_size, *callbacks):
+        def train_again(epoch, logs):
+            model.fit(*data, batch_size=batch_size, **FIT)
+
+        again = keras.callbacks.LambdaCallback(on_epoch_end=train_again)
+        given = {"batch_size": batch_size, "callbacks": [*callbacks, again]} | FIT
+        return model.fit(*data, epochs=2, **given).history["loss"]
+
+    oracle = make_model(keras.optimizers.SGD(0.1 * size))
+    losses = fit(oracle, [array[:96] for array in rows], 8 * size)
+    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    ours = [keras_dist.MetricAverage(), keras_dist.LearningRateWarmup(0)]
+    found = fit(model, shard(rows, world), 8, *ours, keras_dist.BroadcastVariables())
+    assert found == pytest.approx(losses, abs=2e-6)
+    oracle.optimizer.learning_rate = 0.1
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
+
+
 @pytest.mark.several_ranks
 def test_an_optimizer_that_does_not_average_is_found(rows, make_model):
     """The silent failure of Horovod's own layer on Keras 3 is an error here."""

@@ -125,6 +125,13 @@ def of_wrappers_and_model(model, one, two):
     return of_wrappers(model, one, two)
 
 
+def of_function(model, one, two):
+    # Keras has it from 3.14 on.
+    multi = getattr(keras.optimizers, "MultiOptimizer", lambda choose: choose(None))
+    model.held = [one, multi(lambda variable: two)]
+    return lambda model: model.held
+
+
 def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
     generator = np.random.default_rng(2)
     x, y = generator.normal(size=(24, 3)), generator.normal(size=(24, 1))
@@ -163,6 +170,23 @@ def test_optimizers_are_averaged_wherever_they_are(world, hold, is_eager):
         assert not is_distributed(own)
         assert type(own).apply is type(other).apply
     assert_equal_to_the_bit(model)
+
+
+def test_the_warmup_callback_scales_all_of_them(world):
+    """In `model.fit`, also those in a `MultiOptimizer` that is not built before."""
+
+    def fit(model, x, y, **given):
+        for optimizer in optimizers_of(model):
+            keras_dist.DistributedOptimizer(optimizer)
+        own = (array[world.rank :: world.size] for array in (x, y))
+        warmup = keras_dist.LearningRateWarmup(0)
+        callbacks = [warmup, keras_dist.BroadcastVariables()]
+        return model.fit(*own, callbacks=callbacks, **given)
+
+    size = world.size
+    expected, _ = trained(keras.Model.fit, of_function, 0.1 * size, 4 * size, False)
+    model, _ = trained(fit, of_function, 0.1, 4, False)
+    assert_close(model.get_weights(), expected.get_weights(), 1e-10)
 
 
 @pytest.mark.parametrize("hold", [of_wrappers, of_wrappers_and_model])
