@@ -13,6 +13,7 @@ from launch import (
     MISBEHAVES,
     PYTHONPATH,
     RUN,
+    finish,
     free_port,
     launch,
     prefix,
@@ -92,6 +93,24 @@ def test_a_stopped_launcher_takes_everything_with_it(tmp_path, left_behind, numb
     assert process.returncode == (-number if is_killed else 128 + number)
     if is_killed:
         until(lambda: not left_behind(), "the end of the ranks")
+
+
+_MAIN = """
+\"\"\"What Python sets.\"\"\"
+import sys
+print(sorted((k, repr(v).split(" at 0x")[0]) for k, v in globals().items()))
+print(sys._getframe().f_code.co_filename, sys.path[0], sys.argv, flush=True)
+"""
+
+
+def test_a_script_sees_what_plain_python_sets(tmp_path):
+    """`__file__` and the rest, from a folder that it leaves or not."""
+    write_script(tmp_path, _MAIN)
+    for path in ("script.py", "./script.py", f"../{tmp_path.name}/script.py"):
+        options = {"cwd": tmp_path, "env": {"PYTHONPATH": PYTHONPATH}}
+        plain = finish(start([sys.executable, path, "word"], **options))
+        ours = finish(start([*RUN, "-np", 1, path, "word"], **options))
+        assert ours.stdout == plain.stdout and f"{tmp_path}/" in plain.stdout
 
 
 def test_a_rank_without_the_variables_of_the_job_ends_with_it():

@@ -19,6 +19,7 @@ import time
 import traceback
 import types
 import zlib
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,13 @@ def main(arguments: list[str]) -> None:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:  # as `python PATH` does, without the frames of `runpy`
             main = types.ModuleType("__main__")
-            main.__dict__.update(__file__=command[0], __builtins__=__builtins__)
+            path = os.path.join(os.getcwd(), command[0])
+            loader = SourceFileLoader("__main__", path)
+            main.__dict__.update(__file__=path, __cached__=None, __annotations__={})
+            main.__dict__.update(__loader__=loader, __builtins__=__builtins__)
             sys.modules["__main__"] = main
-            code = Path(command[0]).read_bytes()
-            exec(compile(code, command[0], "exec"), main.__dict__)
+            code = loader.source_to_code(Path(path).read_bytes(), path)
+            exec(code, main.__dict__)
     except SystemExit as error:
         if error.code not in (None, 0):
             _report_error(error)
