@@ -39,8 +39,8 @@ DISTRIBUTE = "KERAS_DIST"
 SEED = "KERAS_DIST_SEED"
 _IDS = "HOROVOD_GLOO_RENDEZVOUS_PORT PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PMI_JOBID"
 
-# The error with which `checkpoint/saver.py` ends a rank that was asked to end.
-_SAVED = "SavedExit"
+# The errors with which `checkpoint/saver.py` ends a rank that was asked to end.
+_SAVED = "SavedExit", "SavedInterrupt"
 
 # An error that contains one of these texts has its cause on another rank.
 _FROM_ANOTHER_RANK = (
@@ -86,7 +86,7 @@ def _report_error(error: BaseException) -> None:
         "".join(lines),
         code,
         is_secondary=is_secondary(message),
-        is_saved=kind == _SAVED,
+        is_saved=kind in _SAVED,
     )
 
 
@@ -101,7 +101,8 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     path = os.environ.get(REPORT_VARIABLE)
     has_report = path is not None and Path(f"{path}.json").exists()
-    if not (has_report and os.environ.get(QUIET)):
+    is_ctrl_c = issubclass(kind, KeyboardInterrupt)  # with `--log-dir`, too
+    if not (has_report and (is_ctrl_c or os.environ.get(QUIET))):
         error.__traceback__ = _own(trace)  # which the hook prints, not its argument
         sys.__excepthook__(kind, error, error.__traceback__)
 
