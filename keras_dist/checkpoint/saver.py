@@ -20,6 +20,7 @@ from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
 from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
+from keras_dist.launch.monitor.rank_process import REPORT_VARIABLE
 from keras_dist.lines import say, warn
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import build, losses
@@ -32,7 +33,7 @@ EXIT_CODE = 75
 
 
 class SaveRequests:
-    """This rank's requests: SIGTERM, to end; on the first rank the clock, to save.
+    """This rank's requests: a signal, to end; on the first rank the clock, to save.
 
     On several ranks a request is sent with the gradients of the next update, as a stop
     request is. After that update the ranks gather what was requested, and so act on it
@@ -44,17 +45,23 @@ class SaveRequests:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self._is_asked = self.is_leaving = False
+        self._number, self.is_leaving = 0, False  # of the signal that asks to end
         # The handlers of signals before.
         self._before: dict[signal.Signals, Any] = {}
 
     def begin(self) -> None:
-        """Start the clock; from now on, SIGTERM is a request to save and end."""
+        """Start the clock; from now on, SIGTERM is a request to save and end.
+
+        So is Ctrl-C of `keras-dist run`, which gives this rank the time.
+        """
         self.saved_at = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             # SLURM sends the second one.
             is_slurm = "SLURM_JOB_ID" in os.environ
-            for number in [signal.SIGTERM, *[signal.SIGUSR1] * is_slurm]:
+            numbers = [signal.SIGTERM, *[signal.SIGUSR1] * is_slurm]
+            is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            numbers += [signal.SIGINT] * (REPORT_VARIABLE in os.environ and is_default)
+            for number in numbers:
                 self._before[number] = signal.signal(number, self._ask)
 
     def finish(self) -> None:
@@ -63,33 +70,35 @@ class SaveRequests:
             after = signal.SIG_IGN if self.is_leaving else before
             signal.signal(number, signal.SIG_DFL if after is None else after)
         self._before.clear()
+        if self._number == signal.SIGINT and not self.is_leaving:
+            signal.raise_signal(signal.SIGINT)  # the fit has ended by itself
 
     def send(self, model: Any) -> None:
         """If this rank has a request, send it with the gradients of the next update."""
         if comm.size() > 1 and any(self._read()):
             session_of(model).traced.stop_request.ask_to_save()
 
-    def agree(self, model: Any, *, is_epoch_end: bool = False) -> tuple[bool, bool]:
-        """Return whether to write a checkpoint now, and whether to end after it."""
+    def agree(self, model: Any, *, is_epoch_end: bool = False) -> tuple[bool, int]:
+        """Return whether to save now, and the signal by which to end after it, or 0."""
         if comm.size() == 1:
             return self._read()
         stop_request = session_of(model).traced.stop_request
         if not is_epoch_end and not stop_request.is_agreed():
-            return False, False
+            return False, 0
         is_stop = stop_request.is_asked and not is_epoch_end
         saves, ends, stops = zip(*comm.gather((*self._read(), is_stop)), strict=True)
         if any(stops):
-            return False, False  # the epoch ends now, which writes a checkpoint
+            return False, 0  # the epoch ends now, which writes a checkpoint
         stop_request.clear()
-        return any(saves), any(ends)
+        return any(saves), max(ends)
 
-    def _read(self) -> tuple[bool, bool]:
+    def _read(self) -> tuple[bool, int]:
         is_clock = self._seconds is not None and comm.rank() == 0
         seconds = time.monotonic() - self.saved_at
-        return is_clock and seconds >= (self._seconds or 0), self._is_asked
+        return is_clock and seconds >= (self._seconds or 0), self._number
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._is_asked = True
+        self._number = self._number or number
 
 
 class SavedExit(SystemExit):
@@ -97,6 +106,10 @@ class SavedExit(SystemExit):
 
     `keras-dist run` knows it by its name.
     """
+
+
+class SavedInterrupt(KeyboardInterrupt):
+    """The same by Ctrl-C, for which a script may have a handler."""
 
 
 class Saver(keras.callbacks.Callback):
@@ -126,9 +139,11 @@ class Saver(keras.callbacks.Callback):
 
     def close(self) -> None:
         """Write what is left, and restore the handlers of signals."""
-        self._requests.finish()
-        self._end_write()
-        self._thread.shutdown()
+        try:
+            self._requests.finish()
+        finally:
+            self._end_write()
+            self._thread.shutdown()
 
     def _end_write(self) -> None:
         """Wait until the last checkpoint is written; warn if it could not be."""
@@ -191,7 +206,7 @@ class Saver(keras.callbacks.Callback):
         if ends:
             if self._saves_within_epochs:
                 self._save(self._position(self._done))
-            self._exit(has_saved=self._saves_within_epochs)
+            self._exit(ends, has_saved=self._saves_within_epochs)
         every = self._resume.options.save_steps
         is_due = every is not None and self._done // every > before // every
         if self._saves_within_epochs and (is_due or saves):
@@ -203,7 +218,7 @@ class Saver(keras.callbacks.Callback):
         is_last = is_stopped or epoch + 1 == self.params["epochs"]
         _, ends = self._requests.agree(self.model, is_epoch_end=True)
         if ends and not is_last:
-            self._exit()
+            self._exit(ends)
 
     def _position(self, done: int | None) -> DataPosition:
         """Return the position after `done` steps of this epoch; `None`: after it."""
@@ -237,16 +252,22 @@ class Saver(keras.callbacks.Callback):
         )
         self._write = self._thread.submit(self._resume.folder.write, saved.tree())
 
-    def _exit(self, *, has_saved: bool = True) -> NoReturn:
-        """End this process after the checkpoint is written; all ranks call this."""
+    def _exit(self, number: int, *, has_saved: bool = True) -> NoReturn:
+        """End this process after the checkpoint is written; all ranks call this.
+
+        Args:
+            number: The signal that has asked for it.
+            has_saved: Whether the checkpoint is of this step.
+        """
         self._end_write()
         comm.gather(None)  # no rank ends before, since its end ends the others
         if comm.rank() == 0:
             where, path = f"epoch {self._epoch + 1}", self._resume.folder.path
             again = f"resumes from {path}" if has_saved else f"begins {where} again"
-            say(f"keras_dist: received SIGTERM in {where}; the same command {again}")
+            name = "SIGINT" if number == signal.SIGINT else "SIGTERM"
+            say(f"keras_dist: received {name} in {where}; the same command {again}")
         self._requests.is_leaving = True
-        raise SavedExit(EXIT_CODE)
+        raise SavedInterrupt if number == signal.SIGINT else SavedExit(EXIT_CODE)
 
     def _own(self, saved: Saved) -> Any:
         """Return this rank's saved state; on another size the first rank's."""

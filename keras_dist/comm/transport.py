@@ -6,6 +6,8 @@ import ctypes
 import functools
 import importlib
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -46,7 +48,7 @@ def connect(launcher: str, expected: World) -> ModuleType:
         starting.enter_context(_batch_scheduling())
     try:
         horovod = importlib.import_module("horovod.tensorflow")
-        with starting:
+        with starting, _ended_by_ctrl_c():
             horovod.init()
     except Exception as error:  # after any error the user has to build Horovod again
         raise RuntimeError(
@@ -77,6 +79,23 @@ def _leave_horovod(shutdown: Callable[[], None]) -> None:
     # The last one is called first, and before all destructors; each with the exit code.
     for function in (libc._exit, libc.fcloseall):
         libc.on_exit(function, None)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Context manager in which Ctrl-C ends this process at once.
+
+    Python would see it only after all ranks have come, of which one may have left.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (is_default and threading.current_thread() is threading.main_thread()):
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -152,6 +171,7 @@ def explain_errors() -> Iterator[None]:
     Raises:
         RuntimeError: Instead of TensorFlow's error, if another rank ended and so shut
             Horovod down while this rank waited in a collective.
+        KeyboardInterrupt: If Ctrl-C came meanwhile.
     """
     try:
         yield
@@ -159,6 +179,10 @@ def explain_errors() -> Iterator[None]:
         if "Horovod has been shut down" not in str(error):
             raise
         raise RuntimeError(end_note.describe_ended_rank()) from None
+    except RuntimeError as error:  # Ctrl-C came as TensorFlow made its own error
+        if "REPLACED BY KeyboardInterrupt" not in str(error):
+            raise
+        raise KeyboardInterrupt from None
 
 
 def _check_size(link: ModuleType, tensor: Any) -> None:

@@ -173,6 +173,8 @@ class _Host:
     def _find_stop(self, reports: str) -> int:
         """Return the number of the signal that ends the ranks now; 0 for none."""
         signals = self.meeting.signals
+        if self.meeting.is_urgent:
+            return signal.SIGKILL
         if self.number in signals:
             return signals[self.number]
         if saving := [number for number in signals.values() if number in SAVING]:

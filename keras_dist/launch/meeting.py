@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from signal import SIGHUP
+from signal import SIGHUP, SIGINT
 from typing import Any
 
 from keras_dist.clusters import Place
@@ -144,6 +144,13 @@ class Meeting:
         if self._stopped:
             signals[self._number] = self._stopped[0]
         return signals
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if some member has received Ctrl-C for the second time."""
+        beats = [self._values.get(f"beat.{k}") or [0] for k in self._silent]
+        received = [self._stopped, *(beat[1:] for beat in beats)]
+        return any(signals.count(SIGINT) > 1 for signals in received)
 
     def find(self, name: str) -> list[Any]:
         """Return the values that members have given to `gather` so far."""
@@ -289,7 +296,7 @@ class Meeting:
         beats, before, prefix = 0, time.monotonic(), f"{self.nonce}."
         while not self._is_over.wait(self._pause):
             beats += 1
-            beat = [beats, *self._stopped[:1]]
+            beat = [beats, *self._stopped]
             is_there = self._client.put(f"{prefix}beat.{self._number}", beat)
             found = self._client.get_all(prefix) if is_there else None
             now = time.monotonic()

@@ -126,6 +126,8 @@ class _Lines:
         return self._prefix + piece if has_prefix else piece
 
     def print(self, data: bytes) -> None:
+        if self._screen is None:  # closed when the launcher was started: `>&-`
+            return
         self._screen.flush()
         self._screen.buffer.write(data)  # not as text, which a part of one is not
         self._screen.flush()

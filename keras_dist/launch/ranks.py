@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 import psutil
 
@@ -28,7 +28,7 @@ RESTART = "KERAS_DIST_RESTART"
 _GRACE = 3.0
 
 # Seconds between SIGTERM and SIGKILL; and if the launcher itself got SIGTERM, as from a
-# scheduler, because the ranks then save a checkpoint.
+# scheduler, or Ctrl-C, because the ranks then save.
 _END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
 _TICK = 0.1
 
@@ -36,7 +36,7 @@ _TICK = 0.1
 _KILL_SECONDS = 5.0
 
 # Signals that stop a job; and those that give the ranks time to save.
-_STOPS, SAVING = (SIGINT, SIGTERM, SIGHUP), (SIGTERM, SIGUSR1)
+_STOPS, SAVING = (SIGINT, SIGTERM, SIGHUP), (SIGINT, SIGTERM, SIGUSR1)
 
 # Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -92,9 +92,10 @@ def run_ranks(
         command, slots: The command that they run, and the slot of each rank.
         variables: Environment variables that all ranks of the host have in common.
         job: Id of the job, by which their processes are found.
-        stop: Returns the number of a signal that ends the ranks, or 0. They get
-            SIGTERM, and SIGKILL if they are still there after a while, which is longest
-            after SIGTERM, so that they can save.
+        stop: Returns the number of a signal that ends the ranks, or 0. They get SIGINT
+            for SIGINT, else SIGTERM; and SIGKILL if they are still there after a while,
+            which is longest after these two, so that they can save, or if the number is
+            that of SIGKILL.
     """
     ranks = _Ranks(command, variables, job)
     try:
@@ -102,7 +103,7 @@ def run_ranks(
             ranks.start(slot)
         ends = ranks.wait(stop)
     finally:
-        have_saved = ranks.end(stop())
+        have_saved = ranks.end(stop)
     return Report(ends, have_saved)
 
 
@@ -179,22 +180,28 @@ class _Ranks:
         code = code if code >= 0 else 128 - code
         return RankEnd(rank, str(position), code, ended, summary, text)
 
-    def end(self, number: int) -> bool:
-        """End all processes of the job on this host, by a signal or none.
+    def end(self, stop: Callable[[], int]) -> bool:
+        """End all processes of the job on this host; `stop` is that of `run_ranks`.
 
         Returns:
             Whether all ranks were asked to end, and ended together.
         """
+        number = stop()
         end = time.monotonic() + (_SAVE_SECONDS if number in SAVING else _END_SECONDS)
         running = [p for p in self._processes.values() if p.poll() is None]
         for process in running:
-            process.terminate()
+            if number == SIGINT:  # to all processes in its session, as from a terminal
+                os.killpg(process.pid, SIGINT)
+            else:
+                process.terminate()
         while any(p.poll() is None for p in running) and time.monotonic() < end:
+            if stop() == SIGKILL:
+                break
             with contextlib.suppress(OSError):  # nobody may read the screen any more
                 self._output.pass_on(_TICK)
         for process in running:  # also where the variables of the job are not passed on
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, SIGKILL)
         _kill(self._job)
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -218,7 +225,7 @@ def _describe_code(returncode: int) -> str:
         text = f"was ended by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"was ended by signal {-returncode}"
-    if returncode == -signal.SIGKILL:
+    if returncode == -SIGKILL:
         text += ", as the kernel does when memory runs out (dmesg then says so)"
     return text
 

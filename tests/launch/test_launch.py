@@ -13,6 +13,7 @@ from launch import (
     MISBEHAVES,
     PYTHONPATH,
     RUN,
+    finish,
     free_port,
     launch,
     prefix,
@@ -92,6 +93,127 @@ def test_a_stopped_launcher_takes_everything_with_it(tmp_path, left_behind, numb
     assert process.returncode == (-number if is_killed else 128 + number)
     if is_killed:
         until(lambda: not left_behind(), "the end of the ranks")
+
+
+_HANDLES = """
+import atexit, os, sys, time
+rank, case = int(os.environ["HOROVOD_RANK"]), sys.argv[1]
+
+def wait(text="there", seconds=1000):
+    print(text, flush=True)
+    time.sleep(seconds)
+
+if case == "init":
+    import keras_dist
+    if rank == 1:
+        wait()
+    keras_dist.init()
+atexit.register(print, "at exit")
+try:
+    wait()
+except KeyboardInterrupt:
+    if case == "none":
+        raise
+    wait("saves", seconds=3 if case == "saves" else 1000)
+    print("saved")
+"""
+
+
+@pytest.mark.parametrize("case", ["none", "saves", "twice", "init"])
+def test_ctrl_c_is_a_keyboard_interrupt_on_all_ranks(tmp_path, left_behind, case):
+    """Which may save; no rank prints an error; a second Ctrl-C ends them at once.
+
+    Nor is one that has left waited for where Horovod starts.
+    """
+    words = ["-np", 2, "--log-dir", tmp_path] if case == "none" else ["-np", 2]
+    process = start([*RUN, *words, write_script(tmp_path, _HANDLES), case])
+    prefixes = {"none": [""], "init": ["[1] "]}.get(case, ["", "[1] "])
+
+    def read(text):
+        lines = {process.stdout.readline() for _ in prefixes}
+        assert lines == {f"{prefix}{text}\n" for prefix in prefixes}
+
+    read("there")
+    time.sleep(8 if case == "init" else 0)  # the other one is in `init`
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    if case in ("saves", "twice"):
+        read("saves")
+    if case == "twice":
+        process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert stderr.splitlines()[-1] == "keras-dist: ended by SIGINT."
+    assert "Traceback" not in stderr and "failed" not in stderr
+    assert stdout.count("saved") == 2 * (case == "saves")
+    assert stdout.count("at exit") == {"none": 1, "saves": 2}.get(case, 0)
+    assert time.monotonic() - begin < 10
+
+
+_SAVES = """
+import sys, time
+import keras, numpy as np
+import keras_dist
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            print("there", flush=True)
+        # The ranks get the signal at different places, one of them in a collective.
+        time.sleep(1000 if batch == 2 and keras_dist.rank() == 1 else 0.1)
+
+resume = sys.argv[2] if sys.argv[2:] else None
+if resume:
+    Slow.on_train_batch_end = lambda self, batch, logs=None: (
+        print("there", flush=True) if batch == 2 else time.sleep(0.1)
+    )
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse", run_eagerly=bool(resume))
+try:
+    keras_dist.dist_fit(
+        model, np.ones((640, 2)), np.ones(640), batch_size=4, epochs=100, verbose=0,
+        callbacks=[Slow()], resume=resume,
+    )
+except KeyboardInterrupt:
+    model.save(sys.argv[1])
+    print("saved", int(model.optimizer.iterations))
+"""
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_script_saves_its_model_on_ctrl_c(tmp_path, left_behind, resumes):
+    """Wherever the ranks are; with `resume`, behind a checkpoint of the same step."""
+    path, folder = tmp_path / "interrupted.keras", tmp_path / "checkpoints"
+    words = [write_script(tmp_path, _SAVES), path, *[folder] * resumes]
+    process = start([*RUN, "-np", 2, *words])
+    for _ in range(2):
+        assert process.stdout.readline().endswith("there\n")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert stdout.count("saved") == 2 and path.exists(), stdout + stderr
+    assert "Traceback" not in stderr
+    if resumes:
+        assert list(folder.glob("*.keras_dist"))
+
+
+_MAIN = """
+\"\"\"What Python sets.\"\"\"
+import sys
+print(sorted((k, repr(v).split(" at 0x")[0]) for k, v in globals().items()))
+print(sys._getframe().f_code.co_filename, sys.path[0], sys.argv, flush=True)
+"""
+
+
+def test_a_script_sees_what_plain_python_sets(tmp_path):
+    """`__file__` and the rest, from a folder that it leaves or not."""
+    write_script(tmp_path, _MAIN)
+    for path in ("script.py", "./script.py", f"../{tmp_path.name}/script.py"):
+        options = {"cwd": tmp_path, "env": {"PYTHONPATH": PYTHONPATH}}
+        plain = finish(start([sys.executable, path, "word"], **options))
+        ours = finish(start([*RUN, "-np", 1, path, "word"], **options))
+        assert ours.stdout == plain.stdout and f"{tmp_path}/" in plain.stdout
 
 
 def test_a_rank_without_the_variables_of_the_job_ends_with_it():

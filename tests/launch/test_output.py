@@ -98,6 +98,13 @@ def test_sigterm_is_answered_while_a_rank_prints(script):
         assert time.monotonic() - begin < 1
 
 
+def test_a_closed_screen_is_no_error(script):
+    """As in plain Python: `>&-` in a shell."""
+    for closing in (">&-", "2>&-"):
+        words = ["sh", "-c", f'exec "$@" {closing}', "sh", *RUN, "-np", 2, script]
+        assert launch([*words, "line", "stdout", 9]).returncode == 0
+
+
 def test_a_log_is_neither_a_link_nor_a_pipe(script, tmp_path):
     """Which another account may have made in a folder that it can write to."""
     secret, log = tmp_path / "secret", tmp_path / "logs" / "rank.1.log"

@@ -19,6 +19,7 @@ import time
 import traceback
 import types
 import zlib
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ DISTRIBUTE = "KERAS_DIST"
 SEED = "KERAS_DIST_SEED"
 _IDS = "HOROVOD_GLOO_RENDEZVOUS_PORT PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PMI_JOBID"
 
-# The error with which `checkpoint/saver.py` ends a rank that was asked to end.
-_SAVED = "SavedExit"
+# The errors with which `checkpoint/saver.py` ends a rank that was asked to end.
+_SAVED = "SavedExit", "SavedInterrupt"
 
 # An error that contains one of these texts has its cause on another rank.
 _FROM_ANOTHER_RANK = (
@@ -85,7 +86,7 @@ def _report_error(error: BaseException) -> None:
         "".join(lines),
         code,
         is_secondary=is_secondary(message),
-        is_saved=kind == _SAVED,
+        is_saved=kind in _SAVED,
     )
 
 
@@ -100,7 +101,8 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     path = os.environ.get(REPORT_VARIABLE)
     has_report = path is not None and Path(f"{path}.json").exists()
-    if not (has_report and os.environ.get(QUIET)):
+    is_ctrl_c = issubclass(kind, KeyboardInterrupt)  # with `--log-dir`, too
+    if not (has_report and (is_ctrl_c or os.environ.get(QUIET))):
         error.__traceback__ = _own(trace)  # which the hook prints, not its argument
         sys.__excepthook__(kind, error, error.__traceback__)
 
@@ -171,10 +173,13 @@ def main(arguments: list[str]) -> None:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         else:  # as `python PATH` does, without the frames of `runpy`
             main = types.ModuleType("__main__")
-            main.__dict__.update(__file__=command[0], __builtins__=__builtins__)
+            path = os.path.join(os.getcwd(), command[0])
+            loader = SourceFileLoader("__main__", path)
+            main.__dict__.update(__file__=path, __cached__=None, __annotations__={})
+            main.__dict__.update(__loader__=loader, __builtins__=__builtins__)
             sys.modules["__main__"] = main
-            code = Path(command[0]).read_bytes()
-            exec(compile(code, command[0], "exec"), main.__dict__)
+            code = loader.source_to_code(Path(path).read_bytes(), path)
+            exec(code, main.__dict__)
     except SystemExit as error:
         if error.code not in (None, 0):
             _report_error(error)
