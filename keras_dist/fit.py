@@ -38,7 +38,7 @@ from keras_dist.training.predict import predict_in_turns
 from keras_dist.training.rows import most_mib
 from keras_dist.training.same_values import agree_on_arrays
 from keras_dist.training.session import session_of
-from keras_dist.training.step import DistributedStep
+from keras_dist.training.step import DistributedStep, PredictsAlone
 from keras_dist.version import __version__
 
 _ADVICE = "Start every rank with the same script, arguments and data."
@@ -257,6 +257,8 @@ def run_loop(
         stack.enter_context(turn_off_tuning(model))
         if name == "fit":
             stack.callback(_is_inside.reset, _is_inside.set(True))
+        if name == "predict":
+            stack.enter_context(mixin.use(model, PredictsAlone))
         if loop is None:
             token = _passing.set((id(model), name))
             stack.callback(_passing.reset, token)

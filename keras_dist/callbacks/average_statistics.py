@@ -62,6 +62,9 @@ class AverageStatistics(keras.callbacks.Callback):
             pass
         self._synchronize()
 
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._has_changed = True  # a layer may change its state in evaluations, too
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         session_of(self.model).begin_steps()
         self._synchronize()

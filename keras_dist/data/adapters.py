@@ -267,6 +267,7 @@ def validation_feed(
     pieces = {"x": x, "y": y, "sample_weight": sample_weight}
     rows = Rows("arrays", batch_size, steps_before=steps, rule=rule)
     if not is_arrays(tuple(pieces.values())) and x is not None:
+        _check_dense(list(pieces.values()), spec)
         source = x if isinstance(x, Source) else Source(x)
         limit = own_steps if is_dealt(source, spec) and spec.size > 1 else None
         if limit is not None:
@@ -597,14 +598,7 @@ def _take_smallest(*steps: int | None) -> int | None:
 
 
 def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> None:
-    leaves = keras.tree.flatten([source.data, given["y"], given["sample_weight"]])
-    is_ragged = any(isinstance(leaf, RAGGED_OR_SPARSE) for leaf in leaves)
-    if spec.size > 1 and spec.shard != "none" and is_ragged:
-        raise ValueError(
-            "Ragged and sparse tensors cannot be sharded. Received: x of "
-            f"type {source.type_name}. Pass dense arrays, or split the data yourself "
-            'and pass shard="none" with a tf.data.Dataset.'
-        )
+    _check_dense([source.data, given["y"], given["sample_weight"]], spec)
     if source.length == 0:
         received = f"x of type {source.type_name} without a batch"
         raise no_data(received, is_training=True)
@@ -614,6 +608,18 @@ def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> 
             "An epoch of infinite data needs a number of steps. Received: "
             f"infinite x of type {source.type_name}, steps_per_epoch=None. "
             "Pass `steps_per_epoch`."
+        )
+
+
+def _check_dense(pieces: list[Any], spec: ShardSpec) -> None:
+    """Raise an error if x, targets or weights are ragged or sparse tensors."""
+    leaves = keras.tree.flatten(pieces)
+    is_ragged = any(isinstance(leaf, RAGGED_OR_SPARSE) for leaf in leaves)
+    if spec.size > 1 and spec.shard != "none" and is_ragged:
+        raise ValueError(
+            "Ragged and sparse tensors cannot be sharded. Received: x of type "
+            f"{type(pieces[0]).__name__}. Pass dense arrays, or a tf.data.Dataset of "
+            "their batches."
         )
 
 

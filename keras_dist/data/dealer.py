@@ -203,7 +203,8 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
             return tf.gather(leaf, rows)
         rows = leaf[slice(*span)]
         if tf.is_tensor(span[0]):  # then TensorFlow does not know the shape
-            rows = tf.ensure_shape(rows, [None, *leaf.shape[1:]])
+            shape = tf.TensorShape([None]).concatenate(leaf.shape[1:])
+            rows = tf.ensure_shape(rows, shape)
         return rows
 
     return tf.nest.map_structure(own, batch), has_rows

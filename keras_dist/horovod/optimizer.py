@@ -343,6 +343,8 @@ class SyncBatchNormalization(GlobalMoments, keras.layers.BatchNormalization):
     (None, 2)
     """
 
+    in_loops = True
+
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused in (True, None):
             raise ValueError(

@@ -69,10 +69,22 @@ def explain_unsynchronized(model: Any) -> str:
 
 
 class GlobalMoments:
-    """Mixin for a `BatchNormalization`: mean and variance of the global batch."""
+    """Mixin for a `BatchNormalization`: mean and variance of the global batch.
+
+    Only a train step has one. Ranks evaluate and predict other batches, and a callback
+    may call the model on one rank.
+
+    Attributes:
+        in_loops: Whether a call outside of any step is one of a user's loop, which all
+            ranks make.
+    """
+
+    in_loops = False
 
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        if comm.size() == 1:
+        is_loop = self.in_loops and not step_context.is_inside()
+        is_joint = is_loop or step_context.current().rows is not None
+        if comm.size() == 1 or not is_joint:
             return super()._moments(inputs, mask)  # type: ignore[misc]
         count, mean, squares = _own_moments(inputs, mask, self._reduction_axes)
         count, squares = map(step_context.current().count_own, (count, squares))

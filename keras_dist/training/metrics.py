@@ -5,6 +5,7 @@ read before this rank's own state is restored.
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,16 +165,36 @@ def combine_states(
     fractions: Sequence[float],
     starts: Sequence[Any] | None = None,
 ) -> None:
-    """Give a metric the state over the rows of several ranks: see `combine`."""
+    """Give a metric the state over the rows of several ranks: see `combine`.
+
+    Without `starts`, the metric's state began with a reset.
+    """
     if merges(metric):
         metric.merge_states(states)
         return
-    starts = starts or [0] * len(metric.variables)
+    starts = starts or _reset_values(metric)
     for variable, start, *values in zip(metric.variables, starts, *states, strict=True):
         value = combine(rule_of(variable), values, fractions, start)
         if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
             value = np.rint(value)  # an average of integers
         variable.assign(keras.ops.cast(value, variable.dtype))
+
+
+def _reset_values(metric: Any) -> list[np.ndarray]:
+    """Return the values that its `reset_state` gives a metric's variables.
+
+    They may be other than 0, and a metric may have variables that it never changes. A
+    copy is reset, since the metric may also keep lists, which are still needed.
+    """
+    variables = metric.variables
+    copied = object.__new__(type(metric))
+    for name, value in vars(metric).items():
+        is_container = isinstance(value, (list, dict, set))
+        vars(copied)[name] = copy.copy(value) if is_container else value
+    with preserve_variables(variables):
+        if variables:
+            copied.reset_state()
+        return list(map(comm.to_array, variables))
 
 
 @dataclass(frozen=True)
@@ -321,11 +342,11 @@ def _find_metric(
 def _on_host(result: Any) -> Any:
     """Copy a metric's result into Python numbers and NumPy arrays."""
 
-    def copy(value: Any) -> Any:
+    def read(value: Any) -> Any:
         array = comm.to_array(value)
         return array.item() if array.ndim == 0 else array
 
-    return keras.tree.map_structure(copy, result)
+    return keras.tree.map_structure(read, result)
 
 
 def _arrays_by_path(logs: Any) -> dict[Path, np.ndarray]:

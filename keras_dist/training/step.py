@@ -21,7 +21,15 @@ from keras_dist.training.remember import preserve_variables
 from keras_dist.training.session import Session, session_of
 
 
-class DistributedStep:
+class PredictsAlone:
+    """Mixin for a model: ranks predict other batches, so no step communicates."""
+
+    def predict_step(self: Any, data: Any) -> Any:
+        with step_context.enter(step_context.StepContext()):
+            return super().predict_step(data)  # type: ignore[misc]
+
+
+class DistributedStep(PredictsAlone):
     """Mixin for a model: the methods that Keras's loops call, on many ranks."""
 
     _distributed_session: Session

@@ -200,8 +200,15 @@ def test_endless_data_needs_steps(make_model, rows):
     call = fit(make_model(), endless)
     raises_everywhere(ValueError, call, "Pass `steps_per_epoch`")
     ragged = tf.ragged.constant([[1.0], [1.0, 2.0]] * 4)
-    call = fit(make_model(), ragged, ragged)
-    raises_everywhere(ValueError, call, "Ragged and sparse")
+    sparse = tf.sparse.from_dense(rows[0])
+    many = keras_dist.DistributedModel(make_model())
+    for call in (
+        fit(make_model(), ragged, ragged),
+        fit(make_model(), *rows, validation_data=(sparse, rows[1])),
+        lambda: many.evaluate(ragged, rows[1][:8], verbose=0),
+        lambda: many.evaluate(sparse, rows[1], verbose=0),
+    ):
+        raises_everywhere(ValueError, call, "Ragged and sparse")
 
 
 @pytest.mark.three_ranks

@@ -228,6 +228,27 @@ class InPython(keras.metrics.Metric):
         return float(np.mean(self.values))
 
 
+class Smoothed(keras.metrics.Metric):
+    """Begins at other numbers than 0; has a constant variable, and a list."""
+
+    def __init__(self, name="smoothed"):
+        super().__init__(name=name)
+        self.cost = self.add_weight(shape=(2,), initializer="ones", name="cost")
+        self.count = self.add_weight(initializer="ones", name="count")
+        self.lengths = []
+
+    def reset_state(self):
+        self.count.assign(1)
+        self.lengths.clear()
+
+    def update_state(self, y_true, y_pred=None, sample_weight=None):
+        self.count.assign_add(keras.ops.sum(keras.ops.abs(y_true)))
+        self.lengths.append(len(y_true))
+
+    def result(self):
+        return {"cost": self.cost[0] + 0.0, "count": self.count + 0.0}
+
+
 class Nested(keras.metrics.Metric):
     """Made of other metrics, and without a variable of its own."""
 
@@ -250,10 +271,13 @@ class Nested(keras.metrics.Metric):
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
 def test_a_metric_may_have_its_own_rule(world):
-    """`merge_states`, `aggregation`, none, and metrics inside of others; all digits."""
+    """`merge_states`, `aggregation`, none, and metrics inside of others; all digits.
+
+    And numbers that do not begin at 0.
+    """
     own = np.arange(world.rank + 2, dtype="float32") + 10 * world.rank
     everything = np.concatenate(keras_dist.gather(own))
-    metrics = {m.name: m for m in (Largest(), Rows(), InPython(), Nested())}
+    metrics = {m.name: m for m in (Largest(), Rows(), InPython(), Nested(), Smoothed())}
     for metric in metrics.values():
         metric.update_state(own)
     given = global_result(
@@ -264,6 +288,8 @@ def test_a_metric_may_have_its_own_rule(world):
     count = world.size * (2**60 + 1)
     assert given["rows"] == {"count": count, "version": 7, "level": mean}
     assert given["in_python"] == mean
+    assert given["smoothed"] == {"cost": 1, "count": 1 + everything.sum()}
+    assert metrics["smoothed"].lengths == [len(own)]
     assert given["nested"] == pytest.approx(
         2 * everything.mean() + everything.max(), rel=1e-6
     )
@@ -314,10 +340,11 @@ def two_outputs():
             super().__init__()
             self.first = Watched()
             self.second = keras.layers.Dense(2)
-            self.largest = Largest()
+            self.largest, self.smoothed = Largest(), Smoothed()
 
         def call(self, x):
             self.largest.update_state(x)
+            self.smoothed.update_state(x)
             return {"first": self.first(x), "second": self.second(x)}
 
     return make_compiled(

@@ -212,17 +212,22 @@ def test_a_loop_of_the_users_own_equals_one_process(world):
         assert_close(*found, 1e-11)
 
 
-def test_an_evaluation_computes_them_plainly(world):
+def test_an_evaluation_and_a_prediction_compute_them_plainly(world):
     """Ranks may evaluate another number of batches: no collective is in them."""
 
     class Evaluates(Step):
         def test_step(self, data):
             return {"value": self.loss_of(data)}
 
+        def predict_step(self, data):
+            return self.of.gather_rows(self(data))
+
     for loss in (negatives, missing_targets, mean_and_sum):
         model = Evaluates(loss, Ours)
         model.compile()
-        keras_dist.DistributedModel(model).evaluate(X[:13], Y[:13], 4, verbose=0)
+        many = keras_dist.DistributedModel(model)
+        many.evaluate(X[:13], Y[:13], 4, verbose=0)
+    assert len(many.predict(X[:13], 4, verbose=0)) == 13
 
 
 def test_an_unusable_argument_is_an_error_everywhere():

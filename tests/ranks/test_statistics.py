@@ -1,10 +1,17 @@
 """State that no gradient changes: statistics of BatchNormalization, and counters."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
-from claims import assert_equal_to_the_bit, assert_equals_one_process, shortened
-from models import vectors
+from claims import (
+    assert_equal_to_the_bit,
+    assert_equals_one_process,
+    shortened,
+    train_on_one_process,
+)
+from models import make_compiled, vectors
 
 import keras_dist
 from keras_dist import mixin
@@ -111,3 +118,47 @@ def test_state_without_a_gradient_follows_its_own_rule(world):
     assert added == pytest.approx(2 * float(x.sum()), rel=1e-4)
     assert int(counters.steps) - before[2] == 2 * (48 // (8 * world.size))
     assert float(counters.first) == 1.0
+
+
+class Renders(keras.Model):
+    """Normalizes by its batch everywhere, as pix2pix does, and counts all rows."""
+
+    def __init__(self, is_synchronized):
+        super().__init__()
+        self.normalize = keras.layers.BatchNormalization(synchronized=is_synchronized)
+        self.counters, self.dense = Counters(), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(self.counters(self.normalize(x, training=True)))
+
+
+class Looks(keras.callbacks.Callback):
+    """Calls the model on one rank alone."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if keras_dist.rank() == 0:
+            self.model(np.ones((3, 5)))
+            self.model.predict(np.ones((3, 5)), verbose=0)
+
+
+def test_an_evaluation_normalizes_and_counts_as_one_process(rows):
+    """Of five batches, two ranks have three and two: no collective is in them."""
+    x, y = (array[:96] for array in rows)
+    few = x[:22], y[:22]
+
+    def fit(method, is_synchronized):
+        sgd = keras.optimizers.SGD(0.05)
+        model = make_compiled(
+            lambda: Renders(is_synchronized), sgd, "mse", run_eagerly=True
+        )
+        model(x[:1])
+        how = {"validation_data": few, "validation_batch_size": 5, "verbose": 0}
+        how |= {"epochs": 2, "shuffle": False, "callbacks": [Looks()]}
+        history = method(model, x, y, batch_size=8, **how).history
+        return model, history | {"rows": int(model.counters.rows)}
+
+    expected = train_on_one_process(lambda: fit(keras.Model.fit, False)).history
+    model, found = fit(partial(keras_dist.dist_fit, batch="global"), True)
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-4), name
+    assert_equal_to_the_bit(model)

@@ -1,4 +1,4 @@
-"""Data without targets: train and test steps get what Keras gives, of any kind."""
+"""Data that is not `(x, y)`: train and test steps get what Keras gives, of any kind."""
 
 import keras
 import numpy as np
@@ -81,6 +81,7 @@ WRAPS = {
     "dict": lambda a, b: {"first": a, "second": b},
     "dict in tuple": lambda a, b: ({"first": a, "second": b},),
     "list": lambda a, b: [a, b],
+    "four": lambda a, b: (a, b, a + b, a - b),
 }
 
 
@@ -102,6 +103,7 @@ QUICK = {
     ("arrays", "alone"),
     ("arrays", "list"),
     ("data set", "dict in tuple"),
+    ("data set", "four"),
     ("generator", "tuple of one"),
 }
 CASES = QUICK | {
@@ -146,3 +148,27 @@ def test_evaluate_gives_two_inputs_without_targets_to_one_step(world):
     )
     assert model.structures == {"test": (((3,), (3,)),)}
     assert own["mean"] == pytest.approx(expected["mean"], abs=1e-10)
+
+
+class Shapeless(Autoencoder):
+    """Knows the shape of its rows, which the data set does not."""
+
+    def loss_of(self, data, name="train"):
+        return super().loss_of(tf.reshape(data, (-1, 3)), name)
+
+
+def test_tensors_of_unknown_rank_are_divided_by_row():
+    """As `tf.numpy_function` returns them."""
+    x = np.random.default_rng(1).normal(size=(ROWS, 3))
+
+    def forget(rows):
+        return tf.numpy_function(np.copy, [rows], tf.float64)
+
+    def data(size):
+        validation = slices(x).batch(4).map(forget)
+        return {"x": slices(x).batch(size).map(forget), "validation_data": validation}
+
+    def make():
+        return make_compiled(Shapeless, keras.optimizers.SGD(0.1))
+
+    assert_equals_one_process(make, data, 8, batch="global", tolerance=1e-10)
