@@ -172,7 +172,7 @@ def combine_states(
     if merges(metric):
         metric.merge_states(states)
         return
-    starts = starts or _reset_values(metric)
+    starts = starts or _find_starts(metric, states)
     for variable, start, *values in zip(metric.variables, starts, *states, strict=True):
         value = combine(rule_of(variable), values, fractions, start)
         if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
@@ -180,10 +180,11 @@ def combine_states(
         variable.assign(keras.ops.cast(value, variable.dtype))
 
 
-def _reset_values(metric: Any) -> list[np.ndarray]:
-    """Return the values that its `reset_state` gives a metric's variables.
+def _find_starts(metric: Any, states: Sequence[Sequence[np.ndarray]]) -> list[Any]:
+    """Return the values from which the states of several ranks have begun.
 
-    They may be other than 0, and a metric may have variables that it never changes. A
+    They are what the metric's `reset_state` sets. A variable that it leaves alone is a
+    constant if it is equal on all ranks; otherwise it counts from 0, over all epochs. A
     copy is reset, since the metric may also keep lists, which are still needed.
     """
     variables = metric.variables
@@ -192,9 +193,18 @@ def _reset_values(metric: Any) -> list[np.ndarray]:
         is_container = isinstance(value, (list, dict, set))
         vars(copied)[name] = copy.copy(value) if is_container else value
     with preserve_variables(variables):
+        for variable in variables:
+            other = -17 - comm.to_array(variable)  # what no reset sets
+            variable.assign(keras.ops.cast(other, variable.dtype))
+        others = list(map(comm.to_array, variables))
         if variables:
             copied.reset_state()
-        return list(map(comm.to_array, variables))
+        starts: list[Any] = list(map(comm.to_array, variables))
+    for index, values in enumerate(zip(*states, strict=True)):
+        if np.array_equal(starts[index], others[index]):
+            is_constant = all(np.array_equal(values[0], value) for value in values)
+            starts[index] = values[0] if is_constant else 0
+    return starts
 
 
 @dataclass(frozen=True)

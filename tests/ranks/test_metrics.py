@@ -249,6 +249,13 @@ class Smoothed(keras.metrics.Metric):
         return {"cost": self.cost[0] + 0.0, "count": self.count + 0.0}
 
 
+class Endless(keras.metrics.Sum):
+    """Adds up all epochs."""
+
+    def reset_state(self):
+        """Do nothing."""
+
+
 class Nested(keras.metrics.Metric):
     """Made of other metrics, and without a variable of its own."""
 
@@ -277,7 +284,8 @@ def test_a_metric_may_have_its_own_rule(world):
     """
     own = np.arange(world.rank + 2, dtype="float32") + 10 * world.rank
     everything = np.concatenate(keras_dist.gather(own))
-    metrics = {m.name: m for m in (Largest(), Rows(), InPython(), Nested(), Smoothed())}
+    kinds = (Largest, Rows, InPython, Nested, Smoothed, Endless)
+    metrics = {metric.name: metric for metric in (kind() for kind in kinds)}
     for metric in metrics.values():
         metric.update_state(own)
     given = global_result(
@@ -289,6 +297,7 @@ def test_a_metric_may_have_its_own_rule(world):
     assert given["rows"] == {"count": count, "version": 7, "level": mean}
     assert given["in_python"] == mean
     assert given["smoothed"] == {"cost": 1, "count": 1 + everything.sum()}
+    assert given["sum"] == everything.sum()
     assert metrics["smoothed"].lengths == [len(own)]
     assert given["nested"] == pytest.approx(
         2 * everything.mean() + everything.max(), rel=1e-6
