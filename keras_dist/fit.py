@@ -365,6 +365,8 @@ def predict(
     with comm.explain_errors(), raise_own_errors([feed]):
         if is_source and not x.is_same:
             return predict_rows(feed.data, steps)
+        if mixin.has(model, DistributedStep):
+            session_of(model).before_predict()
         return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 

@@ -16,9 +16,10 @@ from keras_dist.training.session import session_of
 class AverageStatistics(keras.callbacks.Callback):
     """Synchronizes statistics that each rank computed from its own rows.
 
-    This happens before each evaluation and at the end of each epoch, so that all ranks
-    evaluate the same model, and the first rank saves it. The `aggregation` of each
-    non-trainable weight, an attribute set by the author of its layer, decides how:
+    This happens before each evaluation and prediction, and at the end of each epoch, so
+    that all ranks evaluate the same model, and the first rank saves it. The
+    `aggregation` of each non-trainable weight, an attribute set by the author of its
+    layer, decides how:
 
     - none or `"mean"`: floating-point values, such as the moving mean and variance of
       `BatchNormalization`, are averaged over the ranks, weighted by rows; integers,
@@ -49,7 +50,9 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        install(model).call_at_start(self._remember)
+        session = install(model)
+        session.call_at_start(self._remember)
+        session.before_predict = self._before_predict
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -73,6 +76,11 @@ class AverageStatistics(keras.callbacks.Callback):
         if session_of(self.model).has_started:  # on all ranks; else on none
             comm.broadcast_variables(pending_sums(self.model), 0)
         uninstall(self.model)
+
+    def _before_predict(self) -> None:
+        if session_of(self.model).has_started:
+            self._synchronize()
+            self._has_changed = True  # a layer may count what it predicts
 
     def _synchronize(self) -> None:
         if comm.size() == 1 or not self._has_changed:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from keras_dist import comm, private
+from keras_dist.lines import warn
 from keras_dist.training.remember import preserve_variables
 
 # Names of dicts and indices of lists on the way to a value of some logs.
@@ -58,7 +59,8 @@ def global_result(
     - Without it, the `aggregation` of each variable decides: `"sum"`, which Keras sets
       for the variables of metrics; `"only_first_replica"`, that of the first rank with
       rows; `"mean"` or none, an average weighted by rows.
-    - If the metric has no variables, its results are averaged, weighted by rows.
+    - If the metric has no variables, its results are averaged, weighted by rows; also
+      if it keeps other state beside them, with a warning.
 
     Args:
         metrics: `keras.metrics.Metric` objects, the same ones on every rank.
@@ -214,12 +216,13 @@ class _Report:
     Args:
         seen: How much data they have been updated with.
         states: The state of each metric; none if it is not counted.
-        results: Results of the metrics that have no variables.
+        results: Results of the metrics that may have other state than variables, by
+            index.
     """
 
     seen: UpdateCounts
     states: list[list[np.ndarray]]
-    results: list[Any]
+    results: dict[int, Any]
 
 
 def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
@@ -240,7 +243,11 @@ def _make_report(metrics: Sequence[Any], seen: UpdateCounts) -> _Report:
     return _Report(
         seen,
         [list(map(comm.to_array, metric.variables)) for metric in counted],
-        [_on_host(metric.result()) for metric in counted if _is_without_state(metric)],
+        {
+            index: _on_host(m.result()) if _is_without_state(m) else _read_result(m)
+            for index, m in enumerate(counted)
+            if _is_without_state(m) or not type(m).__module__.startswith("keras.")
+        },
     )
 
 
@@ -257,11 +264,50 @@ def _swap_states(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator
         for index, metric in sorted(pairs, key=lambda pair: merges(pair[1])):
             states = [report.states[index] for report in counted]
             combine_states(metric, states, fractions)
-        for index, metric in enumerate(filter(_is_without_state, metrics)):
-            mean = _weighted_mean([r.results[index] for r in counted], fractions)
-            object.__setattr__(metric, "result", lambda mean=mean: mean)
+        local = [report.results for report in counted]
+        for metric, value in _find_results(metrics, local, fractions):
+            object.__setattr__(metric, "result", lambda value=value: value)
             stack.callback(metric.__dict__.pop, "result", None)
         yield
+
+
+def _find_results(
+    metrics: Sequence[Any], local: Sequence[dict[int, Any]], fractions: Sequence[float]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield metrics with other state than variables, and their results on all ranks.
+
+    Args:
+        metrics: All metrics, with merged variables.
+        local: Results from before, of the ranks with rows; they are averaged if there
+            are no variables, or where the results still differ between the ranks.
+        fractions: Of all rows that these ranks have seen.
+    """
+    means = {}
+    for index in local[0]:
+        means[index] = _weighted_mean([each[index] for each in local], fractions)
+        if _is_without_state(metrics[index]):
+            yield metrics[index], means.pop(index)
+    merged = comm.gather([_read_result(metrics[i]) for i in means]) if means else []
+    for index, *results in zip(means, *merged, strict=True):
+        differing: list[Any] = []
+
+        def share(mean: Any, *values: Any, differing: list[Any] = differing) -> Any:
+            first, *others = map(np.asarray, values)
+            if all(_is_equal(first, other) for other in others):
+                return values[0]
+            differing.append(mean)
+            return mean
+
+        shared = keras.tree.map_structure(share, means[index], *results)
+        if differing:
+            yield metrics[index], shared
+        if differing and comm.rank() == 0:
+            warn(
+                f"The metric {metrics[index].name!r} keeps state outside of its "
+                "variables, which are summed over the ranks: its results still differ "
+                "between them. They are averaged instead, weighted by rows. Keep all "
+                "of its state in variables (`add_variable`)."
+            )
 
 
 def _weighted_mean(results: Sequence[Any], fractions: Sequence[float]) -> Any:
@@ -373,6 +419,13 @@ def _is_equal(value: np.ndarray, result: np.ndarray) -> bool:
     return result.shape == value.shape and np.allclose(
         value, result, rtol=1e-5, atol=0, equal_nan=True
     )
+
+
+def _read_result(metric: Any) -> Any:
+    """Return a metric's result; NaN if it has none, as one that was never updated."""
+    with contextlib.suppress(Exception):
+        return _on_host(metric.result())
+    return np.nan
 
 
 def _is_without_state(metric: Any) -> bool:

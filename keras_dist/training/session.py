@@ -232,6 +232,7 @@ class Session:
             it can tell them an error.
         rows_restored: Rows of this epoch that the process before a resume trained on.
         on_compile: What is called when a callback has compiled the model once more.
+        before_predict: Synchronizes statistics before all ranks predict in this fit.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
             they may save and evaluate. Otherwise the first callback that ends does.
         is_of_fit: Whether Keras's `fit` has called a callback of this package.
@@ -254,6 +255,7 @@ class Session:
     is_awaited: bool = False
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
+    before_predict: Callable[[], None] = lambda: None
     is_held: bool = False
     is_of_fit: bool = False
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

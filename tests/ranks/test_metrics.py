@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, raises_everywhere, shortened
+from claims import assert_equals_one_process, raises_everywhere, shortened, warned
 from models import make_compiled, update
 
 import keras_dist
@@ -256,6 +256,25 @@ class Endless(keras.metrics.Sum):
         """Do nothing."""
 
 
+class InBoth(InPython):
+    """Has a variable, and a list in Python beside it."""
+
+    def __init__(self, name="in_both"):
+        super().__init__(name=name)
+        self.rows = self.add_variable((), "zeros", name="rows")
+
+    def update_state(self, y_true, y_pred=None, sample_weight=None):
+        super().update_state(y_true)
+        self.rows.assign_add(len(y_true))
+
+    def reset_state(self):
+        super().reset_state()
+        self.rows.assign(0)
+
+    def result(self):
+        return {"mean": super().result(), "rows": self.rows + 0.0}
+
+
 class Nested(keras.metrics.Metric):
     """Made of other metrics, and without a variable of its own."""
 
@@ -304,6 +323,31 @@ def test_a_metric_may_have_its_own_rule(world):
     )
     assert results_of(metrics)["in_python"] == own.mean()
     assert results_of(metrics)["largest"].numpy() == own.max()
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+def test_state_beside_the_variables_of_a_metric_is_averaged_with_a_warning(world, rows):
+    """The logs are the same on all ranks, or their callbacks would decide apart."""
+    x, y = rows[0][:48], rows[1][:48, None]
+
+    def make_net():
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+
+    def make():
+        given = {"metrics": [InBoth(), "mae"], "run_eagerly": True}
+        return make_compiled(make_net, keras.optimizers.SGD(0.01), "mse", **given)
+
+    given = {"validation_data": (x[:7], y[:7]), "epochs": 2}
+    names = ["val_mean", "val_rows", "rows", "mae"]
+    with warned("'in_both' keeps state outside of its variables") as texts:
+        _, logs, oracle = assert_equals_one_process(
+            make, (x, y), 16, batch="global", logs=names, **given
+        )
+    # In the first epoch the trial of the step has changed what is in Python alone.
+    assert logs["mean"][1] == pytest.approx(oracle.history["mean"][1], rel=1e-6)
+    assert len(set(map(repr, keras_dist.gather((logs["mean"], logs["val_mean"]))))) == 1
+    assert bool(texts) == (world.rank == 0)
 
 
 @pytest.mark.several_ranks

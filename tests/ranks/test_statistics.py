@@ -162,3 +162,28 @@ def test_an_evaluation_normalizes_and_counts_as_one_process(rows):
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-4), name
     assert_equal_to_the_bit(model)
+
+
+@pytest.mark.three_ranks
+def test_state_of_validation_is_synchronized_and_predicted_with():
+    """Rows that a layer counts in validation, and what a callback predicts with."""
+    x, y = vectors(48)
+    counters, found = Counters(), []
+    layers = [counters, keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile("sgd", "mse", run_eagerly=True)
+    many, before = keras_dist.DistributedModel(model), int(counters.rows)
+
+    class Predicts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            found.append(many.predict(x[:20], batch_size=4, verbose=0))
+
+    given = {"validation_data": (x[:22], y[:22]), "verbose": 0}
+    keras_dist.dist_fit(model, x, y, batch_size=8, **given)
+    assert_equal_to_the_bit(model)
+    assert int(counters.rows) - before == 48 + 22
+    keras_dist.dist_fit(model, x, y, batch_size=8, callbacks=[Predicts()], **given)
+    assert_equal_to_the_bit(model)
+    predicted = 20 * len(found)
+    assert found and int(counters.rows) - before == 2 * (48 + 22) + predicted
+    assert len(set(map(repr, keras_dist.gather(np.concatenate(found).tolist())))) == 1
