@@ -89,11 +89,46 @@ def global_result(
         exact = _on_host(result())
         is_of_step = isinstance(logs, Mapping) and set(logs) != set(exact)
         exact_results = _results_by_path(metrics, exact) if is_of_step else {}
-    if not is_of_step:
-        return exact
-    local_results = _results_by_path(metrics, _on_host(result()))
     counts = [report.seen for report in reports]
-    return _last_step_logs(logs, local_results, exact_results, counts)
+    if is_of_step:
+        local_results = _results_by_path(metrics, _on_host(result()))
+        exact = _last_step_logs(logs, local_results, exact_results, counts)
+    if all(type(metric).__module__.startswith("keras.") for metric in stateful):
+        return exact
+    return _make_alike(exact, counts)
+
+
+def _make_alike(logs: Any, seen: Sequence[UpdateCounts]) -> Any:
+    """Average values that differ between the ranks; one gather.
+
+    A metric of the user's may keep a list in Python beside its variables. With other
+    values on each rank, callbacks would decide otherwise.
+    """
+    own, *others = everyone = comm.gather(_arrays_by_path(logs))
+    differing = {
+        path: [found[path] for found in everyone]
+        for path, value in own.items()
+        if not all(np.array_equal(value, o[path], equal_nan=True) for o in others)
+    }
+    if not differing:
+        return logs
+    if comm.rank() == 0:
+        names = ", ".join("/".join(map(str, path)) for path in differing)
+        warn(
+            "The results of a metric differ between the ranks, after its variables "
+            f"were summed over them, so it keeps other state. Received: {names}. They "
+            "are averaged, weighted by rows. Keep all of its state in variables "
+            "(`add_variable`)."
+        )
+
+    def share(path: Path, value: Any) -> Any:
+        values = differing.get(path)
+        return (
+            value if values is None else _on_host(_weighted_mean(values, weights(seen)))
+        )
+
+    flat = keras.tree.flatten_with_path(logs)
+    return keras.tree.pack_sequence_as(logs, [share(*pair) for pair in flat])
 
 
 def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:
@@ -216,13 +251,12 @@ class _Report:
     Args:
         seen: How much data they have been updated with.
         states: The state of each metric; none if it is not counted.
-        results: Results of the metrics that may have other state than variables, by
-            index.
+        results: Results of the metrics that have no variables.
     """
 
     seen: UpdateCounts
     states: list[list[np.ndarray]]
-    results: dict[int, Any]
+    results: list[Any]
 
 
 def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
@@ -243,11 +277,7 @@ def _make_report(metrics: Sequence[Any], seen: UpdateCounts) -> _Report:
     return _Report(
         seen,
         [list(map(comm.to_array, metric.variables)) for metric in counted],
-        {
-            index: _on_host(m.result()) if _is_without_state(m) else _read_result(m)
-            for index, m in enumerate(counted)
-            if _is_without_state(m) or not type(m).__module__.startswith("keras.")
-        },
+        [_on_host(metric.result()) for metric in counted if _is_without_state(metric)],
     )
 
 
@@ -264,50 +294,11 @@ def _swap_states(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator
         for index, metric in sorted(pairs, key=lambda pair: merges(pair[1])):
             states = [report.states[index] for report in counted]
             combine_states(metric, states, fractions)
-        local = [report.results for report in counted]
-        for metric, value in _find_results(metrics, local, fractions):
-            object.__setattr__(metric, "result", lambda value=value: value)
+        for index, metric in enumerate(filter(_is_without_state, metrics)):
+            mean = _weighted_mean([r.results[index] for r in counted], fractions)
+            object.__setattr__(metric, "result", lambda mean=mean: mean)
             stack.callback(metric.__dict__.pop, "result", None)
         yield
-
-
-def _find_results(
-    metrics: Sequence[Any], local: Sequence[dict[int, Any]], fractions: Sequence[float]
-) -> Iterator[tuple[Any, Any]]:
-    """Yield metrics with other state than variables, and their results on all ranks.
-
-    Args:
-        metrics: All metrics, with merged variables.
-        local: Results from before, of the ranks with rows; they are averaged if there
-            are no variables, or where the results still differ between the ranks.
-        fractions: Of all rows that these ranks have seen.
-    """
-    means = {}
-    for index in local[0]:
-        means[index] = _weighted_mean([each[index] for each in local], fractions)
-        if _is_without_state(metrics[index]):
-            yield metrics[index], means.pop(index)
-    merged = comm.gather([_read_result(metrics[i]) for i in means]) if means else []
-    for index, *results in zip(means, *merged, strict=True):
-        differing: list[Any] = []
-
-        def share(mean: Any, *values: Any, differing: list[Any] = differing) -> Any:
-            first, *others = map(np.asarray, values)
-            if all(_is_equal(first, other) for other in others):
-                return values[0]
-            differing.append(mean)
-            return mean
-
-        shared = keras.tree.map_structure(share, means[index], *results)
-        if differing:
-            yield metrics[index], shared
-        if differing and comm.rank() == 0:
-            warn(
-                f"The metric {metrics[index].name!r} keeps state outside of its "
-                "variables, which are summed over the ranks: its results still differ "
-                "between them. They are averaged instead, weighted by rows. Keep all "
-                "of its state in variables (`add_variable`)."
-            )
 
 
 def _weighted_mean(results: Sequence[Any], fractions: Sequence[float]) -> Any:
@@ -419,13 +410,6 @@ def _is_equal(value: np.ndarray, result: np.ndarray) -> bool:
     return result.shape == value.shape and np.allclose(
         value, result, rtol=1e-5, atol=0, equal_nan=True
     )
-
-
-def _read_result(metric: Any) -> Any:
-    """Return a metric's result; NaN if it has none, as one that was never updated."""
-    with contextlib.suppress(Exception):
-        return _on_host(metric.result())
-    return np.nan
 
 
 def _is_without_state(metric: Any) -> bool:

@@ -340,7 +340,7 @@ def test_state_beside_the_variables_of_a_metric_is_averaged_with_a_warning(world
 
     given = {"validation_data": (x[:7], y[:7]), "epochs": 2}
     names = ["val_mean", "val_rows", "rows", "mae"]
-    with warned("'in_both' keeps state outside of its variables") as texts:
+    with warned("other state. Received: in_both/mean. They") as texts:
         _, logs, oracle = assert_equals_one_process(
             make, (x, y), 16, batch="global", logs=names, **given
         )
