@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_util
 
 Result = TypeVar("Result")
 
@@ -161,8 +160,15 @@ def accumulators(optimizer: Any, variables: Sequence[Any] | None = None) -> list
 
 def is_compiled_by_xla() -> bool:
     """Return True where TensorFlow traces a function with `jit_compile=True`."""
-    graph = tf.compat.v1.get_default_graph()
-    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+    graph: Any = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if context.IsXLAContext():
+                return True
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def momentums_of(optimizer: Any) -> list[Any]:

@@ -122,6 +122,7 @@ def objects() -> dict[str, object]:
         "_flat_losses": model._compile_loss,
         "_fn": keras.metrics.MeanSquaredError(),
         "_fn_kwargs": keras.metrics.MeanSquaredError(),
+        "_get_control_flow_context": tf.Graph(),
         "_inputs": numbers.cache(),
         "_keras_mask": masked,
         "_metrics": keras.metrics.Mean(),
