@@ -107,7 +107,7 @@ def _train(
 ) -> Any:
     folder = os.environ.get(RESUME)
     # A process that resumes makes fewer fits in callbacks, so they have no number.
-    if folder and not fit.is_inside():
+    if folder and not private.is_in_fit():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
     return fit.train(model, given, options, plain)
 

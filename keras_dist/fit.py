@@ -227,14 +227,6 @@ def _find_order_seed(model: Any) -> int:
 # The model and the method whose next call is one of ours, for Keras's own loop.
 _passing: ContextVar[tuple[int, str] | None] = ContextVar("passing", default=None)
 
-# Whether this is inside of a fit: in a callback, for example.
-_is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
-
-
-def is_inside() -> bool:
-    """Return True inside of a fit, where its callbacks may begin another one."""
-    return _is_inside.get()
-
 
 def run_loop(
     model: Any,
@@ -255,8 +247,6 @@ def run_loop(
     is_override = loop is None and _takes_data(getattr(model.__class__, name))
     with contextlib.ExitStack() as stack:
         stack.enter_context(turn_off_tuning(model))
-        if name == "fit":
-            stack.callback(_is_inside.reset, _is_inside.set(True))
         if name == "predict":
             stack.enter_context(mixin.use(model, PredictsAlone))
         if loop is None:

@@ -19,10 +19,10 @@ class MetricAverage(keras.callbacks.Callback):
     `"only_first_replica"`), or it has a method `merge_states(states)`, which receives
     the states of all ranks, each a list of arrays in the order of `variables`, and
     assigns the merged state. The result of a metric without variables is averaged,
-    weighted by rows; so is, with a warning, one that still differs between the ranks,
-    as of a metric with a Python list beside its variables. If a custom `train_step` or
-    `test_step` returns a value without a metric, the values of the last step are
-    averaged, weighted by the rows of the last batch.
+    weighted by rows. If a metric keeps a Python list beside its variables, its results
+    differ between the ranks; they are averaged, too, with a warning. If a custom
+    `train_step` or `test_step` returns a value without a metric, the values of the last
+    step are averaged, weighted by the rows of the last batch.
 
     An evaluation inside one of your own callbacks is not synchronized: it returns the
     metrics of the rank that runs it.

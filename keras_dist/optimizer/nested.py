@@ -58,11 +58,10 @@ def _is_short_container(value: Any) -> bool:
 
 
 def _may_hold_optimizers(value: Any) -> bool:
-    if isinstance(value, (list, tuple, deque, Mapping)):
-        return _is_short_container(value)
-    if isinstance(value, keras.Model):
+    if _is_short_container(value) or isinstance(value, keras.Model):
         return True
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+    others = list, tuple, deque, Mapping, type, types.ModuleType, types.FunctionType
+    if isinstance(value, others):
         return False
     package = type(value).__module__.partition(".")[0]
     return package not in _NOT_SEARCHED
@@ -86,8 +85,8 @@ def _held_by(value: Any) -> Iterable[Any]:
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """List the optimizers directly inside one: its attributes, also in containers.
 
-    Such as that of a `LossScaleOptimizer`, those of a `MultiOptimizer`, which it may
-    make only when it is built, and that of a wrapper of the user's.
+    A `LossScaleOptimizer` has one, and so has a wrapper of the user's. A
+    `MultiOptimizer` has several, and may make them only when it is built.
     """
     return _find_optimizers(optimizer, _is_short_container)
 
@@ -104,15 +103,18 @@ def leaves(optimizer: Any) -> list[Any]:
     it, lets the inner ones update: a rate that it has, too, is not scaled. Without such
     an `apply`, it makes the updates, at its own rate: it is its own leaf.
     """
-    found = _follow(optimizer, _delegates)
-    return [o for o in found if not (_delegates(o) or isinstance(o, _MULTI))]
+    found = _follow(optimizer, _list_delegates)
+    return [o for o in found if not (_list_delegates(o) or isinstance(o, _MULTI))]
 
 
-def _delegates(optimizer: Any) -> list[Any]:
+def _list_delegates(optimizer: Any) -> list[Any]:
     """List the inner optimizers whose `apply` this one calls."""
-    classes = [cls for cls in type(optimizer).__mro__ if "apply" in vars(cls)]
-    names = (cls for cls in classes if not cls.__module__.startswith("keras_dist."))
-    is_plain = next(names) in keras.optimizers.Optimizer.__mro__
+    owner = next(
+        cls
+        for cls in type(optimizer).__mro__
+        if "apply" in vars(cls) and not cls.__module__.startswith("keras_dist.")
+    )
+    is_plain = owner in keras.optimizers.Optimizer.__mro__
     return [] if is_plain else inner_optimizers(optimizer)
 
 

@@ -292,7 +292,7 @@ def add_in_order(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
 
 
 class AddsInOrder:
-    """Mixin for a leaf: slices are added up before they are added to a variable."""
+    """Mixin for an optimizer: it adds up slices before it adds them to a variable."""
 
     def assign_add(self, variable: Any, value: Any) -> None:
         super().assign_add(variable, _to_dense(value))  # type: ignore[misc]

@@ -40,7 +40,7 @@ def install(model: Any) -> Session:
         traced.enter(model)
         session_of(model).undo.callback(_restore, model)
     session = session_of(model)
-    session.is_of_fit |= private.is_in_fit(model)
+    session.has_fit |= private.is_in_fit(model)
     return session
 
 

@@ -59,8 +59,9 @@ def global_result(
     - Without it, the `aggregation` of each variable decides: `"sum"`, which Keras sets
       for the variables of metrics; `"only_first_replica"`, that of the first rank with
       rows; `"mean"` or none, an average weighted by rows.
-    - If the metric has no variables, its results are averaged, weighted by rows; also
-      if it keeps other state beside them, with a warning.
+    - If the metric has no variables, its results are averaged, weighted by rows.
+    - Results that then still differ are averaged, too, with a warning: such a metric
+      keeps other state beside its variables.
 
     Args:
         metrics: `keras.metrics.Metric` objects, the same ones on every rank.
@@ -231,7 +232,7 @@ def _find_starts(metric: Any, states: Sequence[Sequence[np.ndarray]]) -> list[An
         vars(copied)[name] = copy.copy(value) if is_container else value
     with preserve_variables(variables):
         for variable in variables:
-            other = -17 - comm.to_array(variable)  # what no reset sets
+            other = comm.to_array(variable) + 17  # what no reset sets
             variable.assign(keras.ops.cast(other, variable.dtype))
         others = list(map(comm.to_array, variables))
         if variables:

@@ -47,6 +47,8 @@ class RecordedStep:
             self._compute_gradients.get_concrete_function(*specs)
             if len(self._calls) != 1:
                 return f"its train step makes {len(self._calls)} updates, not one"
+            if any(map(tf.is_tensor, self._calls[0].more.values())):
+                return "its update needs more than gradients"
             batch = keras.tree.map_structure(_two_rows, specs)
             self._compute_gradients.experimental_get_compiler_ir(*batch)(stage="hlo")
         except Exception as error:  # after any error, the step runs without XLA

@@ -235,7 +235,7 @@ class Session:
         before_predict: Synchronizes statistics before all ranks predict in this fit.
         is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
             they may save and evaluate. Otherwise the first callback that ends does.
-        is_of_fit: Whether Keras's `fit` has called a callback of this package.
+        has_fit: Whether Keras's `fit` has called a callback of this package.
         undo: What undoes all changes to the model and its optimizers.
     """
 
@@ -257,7 +257,7 @@ class Session:
     on_compile: list[Callable[[], None]] = field(default_factory=list)
     before_predict: Callable[[], None] = lambda: None
     is_held: bool = False
-    is_of_fit: bool = False
+    has_fit: bool = False
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def end_leftover(self, model: Any) -> None:
@@ -265,7 +265,7 @@ class Session:
 
         A callback of a fit that is running may call this, too, and it goes on.
         """
-        is_over = self.is_of_fit and not private.is_in_fit(model)
+        is_over = self.has_fit and not private.is_in_fit(model)
         if is_over and not self.is_held:
             self.undo.close()  # and `model` is a plain model
 

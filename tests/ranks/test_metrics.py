@@ -235,6 +235,7 @@ class Smoothed(keras.metrics.Metric):
         super().__init__(name=name)
         self.cost = self.add_weight(shape=(2,), initializer="ones", name="cost")
         self.count = self.add_weight(initializer="ones", name="count")
+        self.bits = self.add_weight(initializer="ones", dtype="uint8", name="bits")
         self.lengths = []
 
     def reset_state(self):

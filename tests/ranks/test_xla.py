@@ -131,6 +131,44 @@ def test_a_step_that_is_compiled_in_parts_has_the_state_of_keras(rows):
     assert len(set(model.names)) == len(model.names) > 1
 
 
+class Scaled(keras.optimizers.SGD):
+    """Its update has a factor, which the train step computes."""
+
+    def apply(self, grads, trainable_variables=None, factor=1.0):
+        super().apply([factor * gradient for gradient in grads], trainable_variables)
+
+
+class PassesFactor(keras.Sequential):
+    """Such a train step."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x)[:, 0] - y) ** 2)
+        weights = self.trainable_variables
+        factor = 0.5 * tf.ones_like(loss)
+        self.optimizer.apply(tape.gradient(loss, weights), weights, factor=factor)
+        return {"loss": loss}
+
+
+def test_an_update_that_needs_more_than_gradients_runs_without_xla(world, rows):
+    """A tensor of the first part is not there in the second one."""
+
+    def train(fit, **given):
+        def make():
+            return PassesFactor([keras.Input((5,)), keras.layers.Dense(1)])
+
+        model = make_compiled(make, Scaled(0.1), None, jit_compile=True)
+        data = (array[:96] for array in rows)
+        return model, fit(model, *data, 8, **ARGUMENTS, **given)
+
+    with warned("its update needs more than gradients") as lines:
+        model, _ = train(keras_dist.dist_fit, batch="global")
+    oracle = train_on_one_process(lambda: train(keras.Model.fit))
+    assert len(lines) == (world.rank == 0)
+    assert largest_difference(model, oracle) < 1e-5
+
+
 def test_a_collective_that_xla_should_compile_is_an_error(rows):
     """Outside of a fit of ours nothing is around it that could be compiled alone."""
     x, y = (array[:8] for array in rows)

@@ -71,8 +71,8 @@ def _is_output_full() -> bool:
 class Watchdog(threading.Thread):
     """A thread that checks this rank, and all other ranks while this one is idle.
 
-    A rank makes progress if its record changes, or it computes, reads or writes. If
-    nobody reads what it prints (`| less`, Ctrl-S), it is no fault that it waits.
+    A rank makes progress if its record changes, or it computes, reads or writes; and
+    while it waits for somebody to read what it prints (`| less`, Ctrl-S).
 
     Args:
         rank, size: Rank of this process, and number of ranks.
