@@ -46,24 +46,15 @@ from keras_dist.plan import Rows
 # Keras's default.
 _BATCH_SIZE = 32
 
+# They are part of a data set of rows: Keras accepts none of them beside one.
+_IN_DATASET = ("y", "sample_weight", "class_weight", "batch_size", "steps_per_epoch")
 
-def training_feed(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    *,
-    class_weight: dict[int, float] | None = None,
-    batch_size: int | None,
-    shuffle: bool | str,
-    steps_per_epoch: int | None,
-    steps_rule: str,
-    spec: ShardSpec,
-) -> Feed:
+
+def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) -> Feed:
     """Make the feed of this rank's training data, from arguments of `Model.fit`.
 
     Args:
-        x, y, sample_weight, class_weight, batch_size, shuffle, steps_per_epoch: The
-            user's; `x` may be a `Source`.
+        given: Every argument of `Model.fit`; `x` may be a `Source`.
         steps_rule: How `steps_per_epoch` changes with the number of ranks.
         spec: The ranks, and how data is divided among them.
 
@@ -71,26 +62,24 @@ def training_feed(
         ValueError: If there is no data, there are fewer rows than ranks in it or in a
             global batch, or the data is infinite and `steps_per_epoch` is not given.
     """
+    pieces = x, _, _ = given["x"], given["y"], given["sample_weight"]
     if x is None:
         raise ValueError(
             "There is no data to train on. Received: x=None. Pass arrays, a "
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
-    steps = scale_steps(
-        steps_rule, steps_per_epoch, size=spec.size, name="steps_per_epoch"
-    )
-    given = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-    given |= {"batch_size": batch_size, "steps_per_epoch": steps, "shuffle": shuffle}
+    name = "steps_per_epoch"
+    before = given[name]
+    given = given | {name: scale_steps(steps_rule, before, size=spec.size, name=name)}
     rows = Rows(
         "arrays",
-        batch_size=batch_size,
+        batch_size=given["batch_size"],
         is_global=spec.is_global,
-        steps_before=steps_per_epoch,
-        rule=f"steps scaled: {steps_rule}" if steps_per_epoch else "",
+        steps_before=before,
+        rule=f"steps scaled: {steps_rule}" if before else "",
     )
-    if is_arrays((x, y, sample_weight)):
-        arrays = Arrays(x, y, sample_weight)
-        return _feed_arrays(arrays, {"x": x} | given, rows, spec)
+    if is_arrays(pieces):
+        return _feed_arrays(Arrays(*pieces), given, rows, spec)
     return _feed_batches(x if isinstance(x, Source) else Source(x), given, rows, spec)
 
 
@@ -145,7 +134,11 @@ def _feed_arrays(
         "the steps of an epoch": division.steps,
     }
     shuffle, is_marked = given["shuffle"], division.has_empty_parts
-    fixed = _find_keras_order(division, shuffle, spec.keras_seed)
+    fixed, inside = None, division.global_batch if shuffle == "batch" else None
+    # Resumed in the middle of a batch: the batches before had another size.
+    is_other = inside is not None and division.begin % inside > 0
+    if shuffle and spec.keras_seed is not None and not is_other:
+        fixed = draw_keras_order(spec.keras_seed, total, inside)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = read_rows(
         arrays,
@@ -166,8 +159,7 @@ def _feed_arrays(
             steps_before=rows.steps_before or -(-total // batch_size),
             steps=division.steps,
         ),
-        # They are part of the data set: Keras accepts none of them beside one.
-        arguments=dict.fromkeys(given) | {"x": dataset, "shuffle": False},
+        arguments=dict.fromkeys(_IN_DATASET) | {"x": dataset, "shuffle": False},
         source=arrays,
         division=division,
         epoch=epoch,
@@ -330,26 +322,30 @@ def validation_feed(
     )
 
 
-def hold_out(
-    x: Any, y: Any, sample_weight: Any, validation_split: float
-) -> list[tuple[Any, ...]]:
+def hold_out(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Split training and validation data, as `validation_split` of `Model.fit` does.
 
     They must be split before they are sharded: then no row is training data on one rank
     and validation data on another.
 
+    Args:
+        given: Every argument of `Model.fit`.
+
     Returns:
-        `(x, y, sample_weight)` for training, and the same for validation.
+        The same with the rows to train on; and `(x, y, sample_weight)` for validation.
 
     Raises:
         ValueError: If the data is not arrays, or one of the two parts would be empty.
     """
-    if not is_arrays((x, y, sample_weight)):
+    names = ("x", "y", "sample_weight")
+    data, validation_split = [given[n] for n in names], given["validation_split"]
+    if not is_arrays(data):
         raise ValueError(
             "`validation_split` needs arrays. "
-            f"Received: x of type {type(x).__name__}. Pass `validation_data` instead."
+            f"Received: x of type {type(data[0]).__name__}. Pass `validation_data` "
+            "instead."
         )
-    arrays = Arrays(x, y, sample_weight)
+    arrays = Arrays(*data)
     split_at = int(arrays.num_rows * (1.0 - validation_split))
     if not 0 < split_at < arrays.num_rows:
         raise ValueError(
@@ -364,7 +360,8 @@ def hold_out(
             lambda leaf: None if leaf is None else leaf[rows], pieces
         )
 
-    return [take(slice(0, split_at)), take(slice(split_at, None))]
+    kept = dict(zip(names, take(slice(0, split_at)), strict=True))
+    return given | kept, take(slice(split_at, None))
 
 
 def is_dealt(source: Source, spec: ShardSpec) -> bool:
@@ -567,18 +564,6 @@ def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Datas
         return own.concatenate(copy.take(is_last * (steps - count)))
 
     return assert_length(dataset.enumerate().flat_map(with_copy), steps)
-
-
-def _find_keras_order(
-    division: Division, shuffle: bool | str, seed: int | None
-) -> tf.Tensor | None:
-    if not shuffle or seed is None:
-        return None
-    if shuffle != "batch":
-        return draw_keras_order(seed, division.total, None)
-    if division.begin % division.global_batch:
-        return None  # resumed: the batches before had another size
-    return draw_keras_order(seed, division.total, division.global_batch)
 
 
 def _count_steps(feed: Feed, source: Source, spec: ShardSpec) -> int | None:

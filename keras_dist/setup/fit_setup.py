@@ -278,17 +278,12 @@ def _make_arguments(
 def _make_feeds(
     given: dict[str, Any], options: Options, spec: ShardSpec
 ) -> tuple[Feed, Feed | None]:
-    data = given["x"], given["y"], given["sample_weight"]
     held_out = given["validation_data"]
     try:
         if given["validation_split"] and held_out is None:
-            data, held_out = hold_out(*data, given["validation_split"])
+            given, held_out = hold_out(given)
         training = training_feed(
-            *data,
-            class_weight=given["class_weight"],
-            batch_size=given["batch_size"],
-            shuffle=given["shuffle"],
-            steps_per_epoch=given["steps_per_epoch"],
+            given,
             steps_rule=options.steps_scaling,
             spec=replace(spec, first_epoch=given["initial_epoch"]),
         )
