@@ -138,25 +138,22 @@ class MetricAverageCallback(keras.callbacks.Callback):
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs.update(_means(logs))
+        if logs is None:
+            return
+        advice = (
+            "Give all ranks the same metrics, validation data and callbacks that log, "
+            "or put such a callback after MetricAverageCallback."
+        )
+        comm.agree({"the names in the logs": sorted(logs)}, advice=advice)
+        values = comm.gather({k: np.asarray(v, "float64") for k, v in logs.items()})
+        for name in logs:
+            mean = sum(v[name] for v in values) / len(values)
+            logs[name] = mean if np.ndim(mean) else float(mean)
 
 
 def _is_built(model: Any) -> bool:
     layers = private.layers_of(model)
     return model.built and all(layer.built or layer.weights for layer in layers)
-
-
-def _means(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the mean over the ranks of each value."""
-    advice = (
-        "Give all ranks the same metrics, validation data and callbacks that log, or "
-        "put such a callback after MetricAverageCallback."
-    )
-    comm.agree({"the names in the logs": sorted(logs)}, advice=advice)
-    values = comm.gather({k: np.asarray(v, "float64") for k, v in logs.items()})
-    means = {name: sum(v[name] for v in values) / len(values) for name in sorted(logs)}
-    return {k: value if np.ndim(value) else float(value) for k, value in means.items()}
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

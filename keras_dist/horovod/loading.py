@@ -10,8 +10,8 @@ import h5py
 import keras
 
 from keras_dist import comm
-from keras_dist.horovod.collectives import Average, Compression
-from keras_dist.horovod.optimizer import average, make_options, move_to_outermost
+from keras_dist.horovod.collectives import Compression
+from keras_dist.horovod.optimizer import DistributedOptimizer, move_to_outermost
 from keras_dist.optimizer.attach import is_distributed
 
 
@@ -61,7 +61,7 @@ def load_model(
         )
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
-        average(model.optimizer, make_options(Average, compression))
+        DistributedOptimizer(model.optimizer, compression=compression)
         adapt(model)
     return model
 

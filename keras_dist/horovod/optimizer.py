@@ -114,9 +114,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
             f"Received: backward_passes_per_step={passes!r}"
         )
     options = make_options(op, compression)
+    attach.DistributedOptimizer(
+        optimizer, op=options.op, compression=options.compression
+    )
     is_mean = average_aggregated_gradients
-    state = Passes(passes, is_mean=is_mean, is_dense=sparse_as_dense)
-    return average(optimizer, options, state)
+    _add_passes(optimizer, Passes(passes, is_mean=is_mean, is_dense=sparse_as_dense))
+    return optimizer
 
 
 @dataclass
@@ -138,13 +141,10 @@ class Passes:
     count: Any = None
 
 
-def average(plain: Any, options: Averaging, passes: Passes | None = None) -> Any:
-    """Change an optimizer in place so that it averages as Horovod's does."""
-    attach.DistributedOptimizer(plain, op=options.op, compression=options.compression)
+def _add_passes(optimizer: Any, passes: Passes) -> None:
     # Keras does not track attributes that are set so; it would save them.
-    object.__setattr__(plain, "_passes", passes or Passes())
-    mixin.add(plain, AppliesLikeHorovod)
-    return plain
+    object.__setattr__(optimizer, "_passes", passes)
+    mixin.add(optimizer, AppliesLikeHorovod)
 
 
 def move_to_outermost(outer: Any) -> None:
@@ -153,9 +153,7 @@ def move_to_outermost(outer: Any) -> None:
     for part in nested_optimizers(outer)[1:]:
         is_ours = mixin.has(part, AppliesLikeHorovod)
         if is_ours and not mixin.has(outer, AppliesLikeHorovod):
-            passes = Passes(is_dense=part._passes.is_dense)
-            object.__setattr__(outer, "_passes", passes)
-            mixin.add(outer, AppliesLikeHorovod)
+            _add_passes(outer, Passes(is_dense=part._passes.is_dense))
 
 
 def is_next_an_update(outer: Any) -> bool:
