@@ -187,15 +187,18 @@ class UserCallbacks(keras.callbacks.Callback):
             stop_request = session_of(self.model).traced.stop_request
             stop_request.is_shown = hook == "on_epoch_end"
         for index in reversed(range(self._num_phases)):
+            phase = self._phases[index] if index < len(self._phases) else ()
             with comm.together():
-                self._call(index, hook, *args, **kwargs)
+                error, self._error = self._error, None
+                if error is not None:
+                    raise error
+                self._call(phase, hook, *args, **kwargs)
 
-    def _call(self, index: int, hook: str, *args: Any, **kwargs: Any) -> None:
-        error, self._error = self._error, None
+    def _call(
+        self, callbacks: Sequence[Any], hook: str, *args: Any, **kwargs: Any
+    ) -> None:
         with _silent_on_other_ranks():
-            if error is not None:
-                raise error
-            for callback in self._phases[index] if index < len(self._phases) else ():
+            for callback in callbacks:
                 with self._scope_of(callback):
                     getattr(callback, hook)(*args, **kwargs)
 
@@ -209,10 +212,7 @@ class UserCallbacks(keras.callbacks.Callback):
         if self._error is not None:
             return
         try:
-            with _silent_on_other_ranks():
-                for callback in called:
-                    with self._scope_of(callback):
-                        getattr(callback, hook)(batch, logs=logs)
+            self._call(called, hook, batch, logs=logs)
         except Exception as error:  # of any kind: it is raised on the other ranks, too
             self._error = error
             if hook.startswith("on_test"):

@@ -104,11 +104,11 @@ def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
 def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
     """Set the saved `read_rates` of a model, perhaps not built; return the variables.
 
-    A checkpoint of an older version may hold no rate.
+    A `MultiOptimizer` that is not built may have no inner optimizers.
     """
     variables = []
     for leaf, progress in zip(_leaves(model), rates, strict=False):
-        if "rate" in progress and isinstance(private.rate_of(leaf), keras.Variable):
+        if isinstance(private.rate_of(leaf), keras.Variable):
             variables.append(private.rate_of(leaf))
             variables[-1].assign(progress["rate"])
     return variables

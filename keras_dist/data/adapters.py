@@ -423,14 +423,7 @@ def adapt_batches(
         # comes in the next one.
         dealer = replace(dealer, rank=0)
     if source.kind == "sequence":
-        own = ShardedSequence(
-            source,
-            dealer,
-            spec,
-            limit=limit,
-            shuffle=shuffle,
-            keeps_position=keeps_position,
-        )
+        own = ShardedSequence(source, dealer, spec, limit=limit, shuffle=shuffle)
         feed = Feed(
             data=own,
             length=math.inf if own.num_batches is None else own.num_batches,

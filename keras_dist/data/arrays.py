@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist.data.dealer import add_mark
 from keras_dist.data.division import Division
-from keras_dist.data.pipeline import as_untuned, with_length
+from keras_dist.data.pipeline import as_untuned, assert_length, with_length
 
 # Tensors whose rows differ in length, which cannot be sliced by row.
 RAGGED_OR_SPARSE = (tf.RaggedTensor, tf.SparseTensor)
@@ -234,9 +234,8 @@ def read_rows(
 
     # The variable is read inside `flat_map`, when an iterator is made.
     rows = tf.data.Dataset.range(1).flat_map(epoch_rows)
-    is_shorter = division.is_within_epoch
-    dataset = with_length(arrays.read(rows), division.steps, may_be_shorter=is_shorter)
-    return dataset.prefetch(tf.data.AUTOTUNE)
+    set_length = with_length if division.is_within_epoch else assert_length
+    return set_length(arrays.read(rows), division.steps).prefetch(tf.data.AUTOTUNE)
 
 
 def _make_leaf_reader(leaf: Any) -> Callable[[tf.Tensor], Any]:

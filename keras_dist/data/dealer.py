@@ -187,7 +187,7 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
         if is_even:
             span = (rank, _ALL_ROWS, size) if has_rows else (0, 1, 1)
     else:
-        lengths = tf.stack([tf.cast(length, tf.int32) for length in lengths])
+        lengths = tf.stack(lengths)
         is_even = tf.reduce_all(tf.equal(lengths, lengths[0]))
         has_rows = tf.where(is_even, rank < lengths[0], rank == 0)
         span = tf.constant((rank, _ALL_ROWS, size))
@@ -199,7 +199,7 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
             return None
         if isinstance(leaf, tf.RaggedTensor):
             begin, end, step = span
-            rows = tf.range(begin, tf.minimum(end, _length(leaf, tf.int32)), step)
+            rows = tf.range(begin, tf.minimum(end, _length(leaf)), step)
             return tf.gather(leaf, rows)
         rows = leaf[slice(*span)]
         if tf.is_tensor(span[0]):  # then TensorFlow does not know the shape
@@ -210,13 +210,12 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
     return tf.nest.map_structure(own, batch), has_rows
 
 
-def _length(leaf: Any, dtype: Any) -> tf.Tensor:
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), dtype)
-    return tf.shape(leaf, dtype)[0]
+def _length(leaf: Any) -> tf.Tensor:
+    is_ragged = isinstance(leaf, tf.RaggedTensor)
+    return tf.cast(leaf.nrows(), tf.int32) if is_ragged else tf.shape(leaf)[0]
 
 
 def _count_rows(leaf: Any) -> Any:
     """Return the length of the first axis: an integer if it is known, else a tensor."""
     known = None if isinstance(leaf, tf.RaggedTensor) else leaf.shape[0]
-    return _length(leaf, tf.int32) if known is None else int(known)
+    return _length(leaf) if known is None else int(known)

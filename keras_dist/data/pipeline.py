@@ -260,20 +260,16 @@ def assert_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
     return dataset.apply(tf.data.experimental.assert_cardinality(length))
 
 
-def with_length(
-    dataset: tf.data.Dataset, steps: int, *, may_be_shorter: bool
-) -> tf.data.Dataset:
+def with_length(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
     """Give a data set a cardinality of `steps` for Keras to see.
 
-    One pass `may_be_shorter`: the epoch in which a training is resumed. Then
+    One pass may be shorter: the epoch in which a training is resumed. Then
     `assert_cardinality` would raise an error.
 
-    >>> data = with_length(tf.data.Dataset.range(2), 5, may_be_shorter=True)
+    >>> data = with_length(tf.data.Dataset.range(2), 5)
     >>> int(data.cardinality()), len(list(data))
     (5, 2)
     """
-    if not may_be_shorter:
-        return assert_length(dataset, steps)
     # A choice between two data sets, of which the second is infinite and never chosen.
     # TensorFlow takes the choice to be infinite, and its first `steps` batches to be
     # `steps`; reading still ends where `dataset` ends.
@@ -299,4 +295,4 @@ def resume_in_first_epoch(
         return rest.take(-is_first).concatenate(whole.take(is_first - 1))
 
     dataset = tf.data.Dataset.range(1).flat_map(epoch_batches)
-    return with_length(dataset, steps, may_be_shorter=True)
+    return with_length(dataset, steps)

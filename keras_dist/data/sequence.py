@@ -35,7 +35,6 @@ class ShardedSequence(keras.utils.PyDataset):
         spec: The ranks, and where to resume.
         limit: Batches of all ranks in a pass; `None` for all that there are.
         shuffle: Whether each epoch has a new order.
-        keeps_position: Whether data that has an end has a `division`.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class ShardedSequence(keras.utils.PyDataset):
         *,
         limit: int | None,
         shuffle: bool,
-        keeps_position: bool,
     ) -> None:
         undivided = source.data
         super().__init__(
@@ -63,7 +61,7 @@ class ShardedSequence(keras.utils.PyDataset):
         self._gather_texts = spec.gather if is_compared else None
         self._random = source.random
         self.division: Division | None = None
-        total = self._total
+        total, keeps_position = self._total, dealer.is_training and spec.keeps_position
         position = spec.position if keeps_position else None
         is_resumed = total is not None and position is not None
         self.is_marked = dealer.is_marked(total or 0, is_resumed=is_resumed)
@@ -97,10 +95,8 @@ class ShardedSequence(keras.utils.PyDataset):
     @property
     def _total(self) -> int | None:
         """Batches of all ranks in a pass; `None` for infinite data."""
-        total = self.undivided.num_batches
-        if self._limit is None or total is None:
-            return self._limit if total is None else int(total)
-        return min(int(total), self._limit)
+        known = (n for n in (self.undivided.num_batches, self._limit) if n is not None)
+        return min(map(int, known), default=None)
 
     @property
     def num_batches(self) -> int | None:
