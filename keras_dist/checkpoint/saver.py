@@ -24,6 +24,7 @@ from keras_dist.launch.monitor.rank_process import REPORT_VARIABLE
 from keras_dist.lines import say, warn
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import build, losses
+from keras_dist.training.remember import preserve_variables
 from keras_dist.training.session import session_of
 from keras_dist.training.step import own_train_step
 
@@ -284,10 +285,9 @@ class Saver(keras.callbacks.Callback):
                 starts: Any = [] if statistics is None else statistics["before"]
                 if len(saved.ranks) == comm.size():
                     starts = None
-                rates = list(map(comm.to_array, self._rates))
-                states.restore_first(self.model, saved.arrays, saved.ranks, starts)
-                for variable, value in zip(self._rates, rates, strict=True):
-                    variable.assign(value)  # which a callback may have set
+                # A callback may have set the rates.
+                with preserve_variables(self._rates):
+                    states.restore_first(self.model, saved.arrays, saved.ranks, starts)
                 saved.arrays.clear()
 
     def _restore_own(self) -> None:

@@ -527,18 +527,16 @@ def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Fee
     if math.inf in lengths:
         return Feed(data=data.prefetch(tf.data.AUTOTUNE), length=math.inf)
     counts = [int(length or 0) for length in lengths]
-    own, steps = counts[spec.rank], max(counts)
-    if not is_training:
-        data = assert_length(data, own).prefetch(tf.data.AUTOTUNE)
-        return Feed(data=data, length=own)
-    if steps > min(counts) + 1:
+    own = counts[spec.rank]
+    steps = max(counts) if is_training else own
+    if is_training and steps > min(counts) + 1:
         raise ValueError(
             "The ranks have different numbers of batches. Received: "
             f"{counts} batches of ranks 0 to {spec.size - 1} in a {source.type_name}, "
             "divided by `shard`. Leave rows out, and repeat them, before `shard`: put "
             "`filter`, `take`, `skip` and `repeat` above it."
         )
-    is_marked = min(counts) < steps
+    is_marked = is_training and min(counts) < steps
     data = assert_length(data, own)
     if is_marked:
         data = _add_copy(data, own, steps)

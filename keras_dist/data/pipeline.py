@@ -58,9 +58,8 @@ def as_untuned(dataset: Any) -> Any:
     >>> as_untuned(data).options().autotune.enabled
     False
     """
-    if not isinstance(dataset, tf.data.Dataset):
-        return dataset
-    if dataset.options().autotune.enabled is not None:
+    is_dataset = isinstance(dataset, tf.data.Dataset)
+    if not is_dataset or dataset.options().autotune.enabled is not None:
         return dataset
     options = tf.data.Options()
     options.autotune.enabled = False
