@@ -170,13 +170,17 @@ def _check_shared(path: str) -> None:
     # A new name each time: a file system may cache what is not there.
     name = comm.broadcast(f".checkpoint.{uuid.uuid4().hex}.marker")
     marker = os.path.join(path, name)
-    with on_first_rank(path) as is_first:
+    with on_first_rank(path) as is_first, contextlib.ExitStack() as stack:
         if is_first:
-            _write_marker(marker)
+            with open(marker, "xb") as file:
+                stack.callback(os.remove, marker)  # an error does so at once
+                file.write(os.urandom(4096))  # as a small checkpoint
+                file.flush()
+                os.fsync(file.fileno())
+        written = stack.pop_all()
     everyone = comm.gather((_sees(marker), os.uname().nodename))
-    with on_first_rank(path) as is_first:
-        if is_first:
-            os.remove(marker)
+    with on_first_rank(path):
+        written.close()
     hosts = [host for is_seen, host in everyone if not is_seen]
     if hosts:
         raise RuntimeError(
@@ -187,18 +191,6 @@ def _check_shared(path: str) -> None:
             f"on {', '.join(dict.fromkeys(hosts))}. Pass a folder on a file system "
             "that is mounted on all hosts, with the same path."
         )
-
-
-def _write_marker(path: str) -> None:
-    try:
-        with open(path, "xb") as file:
-            file.write(os.urandom(4096))  # as a small checkpoint
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:  # remove it before any rank goes on
-        with contextlib.suppress(OSError):
-            os.remove(path)
-        raise
 
 
 def _sees(path: str) -> bool:

@@ -62,7 +62,7 @@ def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) ->
         ValueError: If there is no data, there are fewer rows than ranks in it or in a
             global batch, or the data is infinite and `steps_per_epoch` is not given.
     """
-    pieces = x, _, _ = given["x"], given["y"], given["sample_weight"]
+    x = given["x"]
     if x is None:
         raise ValueError(
             "There is no data to train on. Received: x=None. Pass arrays, a "
@@ -78,6 +78,7 @@ def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) ->
         steps_before=before,
         rule=f"steps scaled: {steps_rule}" if before else "",
     )
+    pieces = x, given["y"], given["sample_weight"]
     if is_arrays(pieces):
         return _feed_arrays(Arrays(*pieces), given, rows, spec)
     return _feed_batches(x if isinstance(x, Source) else Source(x), given, rows, spec)
@@ -213,7 +214,7 @@ def _feed_batches(
             batch_size=rows.batch_size or batch_size,
             is_global=is_shared,
             steps_before=rows.steps_before or before,
-            steps=_take_smallest(steps, _count_steps(feed, source, spec)),
+            steps=_count_steps(feed, source, spec, steps),
         ),
         source=source,
         class_weight=None if is_plain else given["class_weight"],
@@ -272,7 +273,7 @@ def validation_feed(
             rows,
             kind=describe_sharding(source, spec, is_training=False),
             steps_before=steps or finite_or_none(source.length),
-            steps=_take_smallest(own_steps, _count_steps(feed, source, spec)),
+            steps=_count_steps(feed, source, spec, own_steps),
         )
         return replace(
             feed,
@@ -557,20 +558,19 @@ def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Datas
     return assert_length(dataset.enumerate().flat_map(with_copy), steps)
 
 
-def _count_steps(feed: Feed, source: Source, spec: ShardSpec) -> int | None:
-    """Count the steps of a pass; `None` if unknown or infinite.
+def _count_steps(
+    feed: Feed, source: Source, spec: ShardSpec, most: int | None
+) -> int | None:
+    """Count the steps of a pass, up to `most`; `None` if unknown or infinite.
 
     Where `feed.length` is unknown it is an estimate, one too high at most: the last
     step is left out if its batches have too few rows.
     """
     length = finite_or_none(source.length)
-    if feed.length is not None or length is None:
-        return finite_or_none(feed.length)
-    return math.ceil(length / (spec.size if is_dealt(source, spec) else 1))
-
-
-def _take_smallest(*steps: int | None) -> int | None:
-    return min(filter(None, steps), default=None)
+    steps = finite_or_none(feed.length)
+    if feed.length is None and length is not None:
+        steps = math.ceil(length / (spec.size if is_dealt(source, spec) else 1))
+    return min(filter(None, (steps, most)), default=None)
 
 
 def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> None:
