@@ -185,12 +185,11 @@ class AppliesLikeHorovod:
                 return AppliesLikeHorovod.apply(
                     self, grads, trainable_variables, **more
                 )
-        if passes.number == 1 and (context.is_averaged or not passes.is_dense):
-            return apply(grads, trainable_variables)
-        grads = [
-            g if g is None else tf.convert_to_tensor(with_shape(g, variable))
-            for g, variable in zip(grads, known, strict=True)
-        ]
+        if passes.number > 1 or (passes.is_dense and not context.is_averaged):
+            grads = [
+                g if g is None else tf.convert_to_tensor(with_shape(g, variable))
+                for g, variable in zip(grads, known, strict=True)
+            ]
         if passes.number == 1:
             return apply(grads, trainable_variables)
         if step_context.is_inside() and not context.is_averaged:
