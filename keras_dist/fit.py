@@ -14,11 +14,7 @@ import keras
 
 from keras_dist import comm, mixin, private
 from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
-from keras_dist.callbacks.user_callbacks import (
-    autolog_once,
-    is_alone,
-    runs_on_first_rank_only,
-)
+from keras_dist.callbacks.user_callbacks import autolog_once, is_alone, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
@@ -310,11 +306,7 @@ def predict(
 ) -> Any:
     """Predict as `DistributedModel.predict`, of which `given` are arguments."""
     x, steps = given["x"], given["steps"]
-    callbacks = [
-        callback
-        for callback in flatten_callbacks(given["callbacks"])
-        if comm.rank() == 0 or not runs_on_first_rank_only(callback)
-    ]
+    callbacks = list(filter(runs_here, flatten_callbacks(given["callbacks"])))
 
     def predict_rows(rows: Any, steps: int | None = None) -> Any:
         arguments = given | {"x": rows, "steps": steps, "callbacks": callbacks}

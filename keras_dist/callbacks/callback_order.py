@@ -17,7 +17,7 @@ from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.user_callbacks import (
     UserCallbacks,
     is_tracker,
-    runs_on_first_rank_only,
+    runs_here,
 )
 from keras_dist.launch.monitor.record import here
 from keras_dist.optimizer.rate import effective_rates
@@ -167,9 +167,7 @@ def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
     """
     if comm.size() == 1:
         return list(callbacks)
-    running = [
-        c for c in callbacks if comm.rank() == 0 or not runs_on_first_rank_only(c)
-    ]
+    running = list(filter(runs_here, callbacks))
     not_the_users = _FIRST + _LAST + _KERAS_OWN
     return [
         ProgressRecord(),

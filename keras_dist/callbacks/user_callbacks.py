@@ -100,6 +100,11 @@ def runs_on_first_rank_only(callback: Any) -> bool:
     return is_writer(callback) or bool(is_marked)
 
 
+def runs_here(callback: Any) -> bool:
+    """Return True if this rank runs `callback`."""
+    return comm.rank() == 0 or not runs_on_first_rank_only(callback)
+
+
 @contextlib.contextmanager
 def autolog_once() -> Iterator[None]:
     """Context manager in which a `fit` is autologged on the first rank only.
@@ -147,13 +152,10 @@ class UserCallbacks(keras.callbacks.Callback):
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
         self.given = list(given)
-        is_first = comm.rank() == 0
         # Numbered from the last phase, so that the numbers fit on all ranks if only the
         # first rank was given a callback that writes.
-        self._phases = [
-            [c for c in phase if is_first or not runs_on_first_rank_only(c)]
-            for phase in reversed(_phases(self.given))
-        ]
+        phases = reversed(_phases(self.given))
+        self._phases = [list(filter(runs_here, phase)) for phase in phases]
         self._members = [c for phase in reversed(self._phases) for c in phase]
         self._num_phases = 0
         self._error: Exception | None = None

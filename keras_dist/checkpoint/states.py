@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_dist import comm, private
 from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.callbacks.broadcast_variables import seed_states, state_variables
-from keras_dist.callbacks.user_callbacks import runs_on_first_rank_only
+from keras_dist.callbacks.user_callbacks import runs_here
 from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.optimizer.accumulation import pending_sums
 from keras_dist.optimizer.nested import leaves, optimizers_of
@@ -267,7 +267,7 @@ class CallbackStates:
         for callback in callbacks:
             name = type(callback).__name__
             counts[name] += 1
-            if comm.rank() == 0 or not runs_on_first_rank_only(callback):
+            if runs_here(callback):
                 self._callbacks[f"{name} {counts[name]}"] = callback
         self._at_begin: dict[str, dict[str, bytes]] = {}
 
