@@ -488,8 +488,7 @@ def _adapt_dataset(
 ) -> Feed:
     data = source.data if limit is None else first_steps(source.data, limit)
     length = finite_or_none(count_batches(data))
-    is_resumed = length is not None and spec.position is not None
-    is_marked = dealer.is_marked(length or 0, is_resumed=is_resumed)
+    is_marked = dealer.is_marked(length, is_resumed=spec.position is not None)
     whole = dealer.deal(data, is_marked=is_marked)
     steps = math.inf if length is None else dealer.num_steps(length)
     feed = Feed(

@@ -61,17 +61,17 @@ class Dealer:
         """Batches that the ranks together read in a step."""
         return 1 if self.splits_batches else self.size
 
-    def is_marked(self, total: int | None, *, is_resumed: bool = False) -> bool:
+    def is_marked(self, total: int | None, *, is_resumed: bool) -> bool:
         """Return True if each batch of the data comes with a mark.
 
-        `total` is the number of batches, `None` if unknown; in the rest of a pass that
-        is resumed another number may be left over.
+        `total` is the number of batches, `None` for infinite data; in the rest of a
+        pass that is resumed another number may be left over.
         """
         if self.splits_batches:
             return True
-        if self.size == 1 or not self.is_training:
+        if self.size == 1 or not self.is_training or total is None:
             return False
-        return total is None or is_resumed or total % self.size > 0
+        return is_resumed or total % self.size > 0
 
     def num_steps(self, total: int) -> int:
         """Count this rank's steps of `total` batches.
@@ -94,7 +94,7 @@ class Dealer:
         Beside the rows, return whether they count.
         """
         has_batch = self.rank < count
-        if not count or not (has_batch or self.is_training or self.splits_batches):
+        if not count or not (has_batch or self.is_training):
             return None
         if self.splits_batches:
             return take_local_rows(batch_at(0), self.rank, self.size)

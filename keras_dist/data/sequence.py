@@ -63,8 +63,7 @@ class ShardedSequence(keras.utils.PyDataset):
         self.division: Division | None = None
         total, keeps_position = self._total, dealer.is_training and spec.keeps_position
         position = spec.position if keeps_position else None
-        is_resumed = total is not None and position is not None
-        self.is_marked = dealer.is_marked(total or 0, is_resumed=is_resumed)
+        self.is_marked = dealer.is_marked(total, is_resumed=position is not None)
         if total is not None and keeps_position:
             self.division = Division.of(
                 spec, total, per_step=dealer.per_step, unit="batches"

@@ -48,9 +48,8 @@ class StreamReader:
         self.failure: Exception | None = None
         self._source, self._spec, self._dealer = source, spec, dealer
         self._limit = limit
-        is_joint = dealer.is_training and spec.size > 1
-        self._gather = spec.gather if is_joint else None
-        self.is_marked = dealer.is_marked(None) or is_joint
+        self.is_marked = dealer.is_training and spec.size > 1
+        self._gather = spec.gather if self.is_marked else None
 
     def dataset(self) -> tf.data.Dataset:
         """Return the batches as a data set; each iterator over it is one pass."""
@@ -104,8 +103,6 @@ class StreamReader:
         if _ERROR in states:
             rank = states.index(_ERROR)
             raise self._fail(RankError(rank, messages[rank]))
-        if _MORE not in states and _EMPTY not in states:
-            return False
         if _EMPTY in states:
             ranks = [rank for rank, other in enumerate(states) if other != _EMPTY]
             error = ValueError(
@@ -114,7 +111,7 @@ class StreamReader:
                 f"{len(states)} alone. Pass more data, or start fewer processes."
             )
             raise self._fail(error)
-        return True
+        return _MORE in states
 
     def _fail(self, error: Exception) -> Exception:
         """Keep the first error of this rank's data, which TensorFlow will wrap."""
