@@ -31,11 +31,6 @@ class StopTogether(keras.callbacks.Callback):
         super().set_model(model)
         install(model).traced.stop_request.is_collective = comm.size() > 1
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if comm.size() > 1:  # a fit that raised may have left a stop request
-            stop_request = session_of(self.model).traced.stop_request
-            stop_request.grant(self.model, is_agreed=False)
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
             return  # Keras stops without an exchange
