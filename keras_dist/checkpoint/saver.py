@@ -204,14 +204,12 @@ class Saver(keras.callbacks.Callback):
         if division and self._done >= division.count_steps(self._epoch):
             return  # the end of the epoch saves
         saves, ends = self._requests.agree(self.model)
-        if ends:
-            if self._saves_within_epochs:
-                self._save(self._position(self._done))
-            self._exit(ends, has_saved=self._saves_within_epochs)
         every = self._resume.options.save_steps
         is_due = every is not None and self._done // every > before // every
-        if self._saves_within_epochs and (is_due or saves):
+        if self._saves_within_epochs and (is_due or saves or ends):
             self._save(self._position(self._done))
+        if ends:
+            self._exit(ends, has_saved=self._saves_within_epochs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         is_stopped = bool(self.model.stop_training)
