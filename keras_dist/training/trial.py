@@ -28,14 +28,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, lines, private
+from keras_dist import comm, lines, mixin, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.errors import summarize
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import Recorded
 from keras_dist.optimizer.nested import optimizers_of, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
-from keras_dist.training.batch_norm import explain_unsynchronized, share_moments
+from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
 from keras_dist.training.losses import num_rows, split_step
 from keras_dist.training.metrics import stateful_metrics
 from keras_dist.training.remember import list_variables, preserve_variables
@@ -173,7 +173,6 @@ def try_alone(model: Any, step: Callable[[Any], Any], data: Any) -> Trial:
             preserve_generators(),
             preserve_variables(seeds),
             _without_noise(model),
-            share_moments(model),
             # The ranks may make different numbers of runs.
             comm.without_collectives("the step calls a collective"),
         ):
@@ -673,9 +672,14 @@ def _is_seed(variable: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_noise(model: Any) -> Iterator[None]:
-    """Context manager in which layers of Keras such as `Dropout` do nothing."""
+    """Context manager in which layers of Keras such as `Dropout` do nothing.
+
+    All layers of `BatchNormalization` have the moments of the whole batch.
+    """
     with contextlib.ExitStack() as stack:
         for layer in private.layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(mixin.use(layer, GlobalMoments))
             for name in _RATES:
                 if isinstance(layer, _RANDOM) and vars(layer).get(name):
                     stack.callback(setattr, layer, name, vars(layer)[name])
