@@ -225,9 +225,7 @@ def _gather_tensors(
             upstream = comm.total(upstream, purpose="gathered_gradients")
         local = tf.gather(upstream, places)
         local *= context.inverse_fraction(local.dtype)
-        if context.has_rows is None:
-            return local
-        left = length - tf.shape(local)[0]  # of a copied batch
+        left = length - tf.shape(local)[0]  # of a copied batch, or none
         return tf.pad(local, [[0, left], *[[0, 0]] * (local.shape.rank - 1)])
 
     @tf.custom_gradient
