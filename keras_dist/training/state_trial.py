@@ -145,16 +145,9 @@ def compare_weights(
 ) -> list[StateDifference]:
     """Return the weights without a gradient that the parts' averages do not equal."""
     differences = []
-    normalized = {
-        id(variable)
-        for layer in private.layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        for variable in layer.variables
-    }
     for variable in model.non_trainable_weights:
         states = [state[id(variable)] for state in (whole, *parts)]
-        has_changed = any(differs(variable, state) for state in states)
-        if id(variable) in normalized or not has_changed:
+        if not any(differs(variable, state) for state in states):
             continue
         before = comm.to_array(variable)
         after = [state.numpy() for state in states]
