@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.lines import warn
 from keras_dist.training.metrics import (
     combine,
     combine_states,
@@ -100,17 +99,6 @@ def describe(differences: Sequence[StateDifference]) -> list[str]:
         if found:
             sentences.append(advice.format(", ".join(found)))
     return sentences
-
-
-def warn_about_states(differences: Sequence[StateDifference]) -> None:
-    """Warn on the first rank, once, of all that the ranks found."""
-    if not differences or comm.rank() > 0:
-        return
-    warn(
-        "The first batch was tried as a whole and in two parts, as on two ranks. N "
-        "ranks give other values than one process. "
-        f"{' '.join(describe(differences))}"
-    )
 
 
 def compare_metrics(

@@ -45,10 +45,10 @@ from keras_dist.training.state_trial import (
     StateDifference,
     compare_metrics,
     compare_weights,
+    describe,
     differs,
     name_strays,
     read_state,
-    warn_about_states,
 )
 
 # In the order in which they depend on one another.
@@ -198,8 +198,15 @@ def explain_untriable(data: Any) -> str:
 
 def warn(model: Any, trial: Trial) -> None:
     """Warn on the first rank of what N ranks do not compute as one process does."""
-    warn_about_states(trial.states)
-    if "neither" not in trial.updates or comm.rank() > 0:
+    if comm.rank() > 0:
+        return
+    if trial.states:
+        lines.warn(
+            "The first batch was tried as a whole and in two parts, as on two ranks. N "
+            "ranks give other values than one process. "
+            f"{' '.join(describe(trial.states))}"
+        )
+    if "neither" not in trial.updates:
         return
     worst = sorted(trial.weights, key=lambda path: -trial.weights[path])[:3]
     lines.warn(
