@@ -1,13 +1,10 @@
 """Check that all ranks hold the same model."""
 
-import zlib
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data.division import check_count
@@ -16,6 +13,7 @@ from keras_dist.lines import warn
 from keras_dist.optimizer.accumulation import own_sums
 from keras_dist.optimizer.nested import optimizers_of, state_of
 from keras_dist.training.losses import is_keras_method
+from keras_dist.training.same_values import read_checksums
 
 Action = Literal["raise", "resync"]
 
@@ -143,13 +141,6 @@ class ReplicaCheck(keras.callbacks.Callback):
             f"{ranks_in_words(ranks)} differs from {ranks_in_words(agreeing)}"
             f"{also}. {advice}"
         )
-
-
-def read_checksums(variables: Sequence[Any]) -> tuple[int, ...]:
-    """Return the CRC-32 of each variable: equal if all bits are, also of a NaN."""
-    # In the host's memory they are read without a copy.
-    arrays = (np.asarray(tf.convert_to_tensor(v.value)) for v in variables)
-    return tuple(zlib.crc32(a.reshape(-1).view(np.uint8).data) for a in arrays)
 
 
 def _variables(model: Any) -> list[Any]:

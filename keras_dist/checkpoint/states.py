@@ -22,7 +22,6 @@ from keras_dist.optimizer.accumulation import pending_sums
 from keras_dist.optimizer.nested import leaves, optimizers_of
 from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
 from keras_dist.training.metrics import (
-    UpdateCounts,
     combine,
     combine_states,
     stateful_metrics,
@@ -198,10 +197,9 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
         return
     steps, rows, last = zip(*(own["seen"] for own in ranks), strict=True)
     if comm.rank() == 0:
-        counts = [UpdateCounts(*pair) for pair in zip(rows, steps, strict=True)]
         for index, metric in enumerate(pieces):
             by_rank = [own["metrics"][index] for own in ranks]
-            combine_states(metric, by_rank, weights(counts))
+            combine_states(metric, by_rank, weights(rows))
     # Statistics are weighted by these rows; the rate of the epoch is not.
     trained = sum(own["rows"] for own in ranks) // comm.size()
     seen = sum(rows) if comm.rank() == 0 else 0

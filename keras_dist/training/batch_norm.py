@@ -1,7 +1,6 @@
 """Batch normalization by the statistics of the global batch."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -9,9 +8,10 @@ import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.optimizer import step_context
+from keras_dist.training.rows import find_joint_context
 
 
-def synchronize(model: Any) -> None:
+def synchronize(model: Any, undo: contextlib.ExitStack) -> None:
     """Make `BatchNormalization(synchronized=True)` layers use the rows of all ranks.
 
     Keras synchronizes them only under `tf.distribute`. Under Horovod such a layer would
@@ -19,37 +19,7 @@ def synchronize(model: Any) -> None:
     """
     for layer in _layers(model):
         if layer.synchronized:
-            mixin.add(layer, GlobalMoments)
-
-
-def desynchronize(model: Any) -> None:
-    """Undo `synchronize`."""
-    for layer in _layers(model):
-        mixin.remove(layer, GlobalMoments)
-
-
-class TriedMoments:
-    """Mixin for a `BatchNormalization` in a trial: statistics of the whole batch.
-
-    They are taken for constants, so that each row is normalized by itself.
-    """
-
-    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        context = step_context.current()
-        if context.trial is None:
-            return super()._moments(inputs, mask)  # type: ignore[misc]
-        # Not the moments of `GlobalMoments`, which communicates.
-        moments = keras.layers.BatchNormalization._moments(self, inputs, mask)
-        return [context.trial.share(tf.stop_gradient(found)) for found in moments]
-
-
-@contextlib.contextmanager
-def share_moments(model: Any) -> Iterator[None]:
-    """Context manager in which all `BatchNormalization` layers are `TriedMoments`."""
-    with contextlib.ExitStack() as stack:
-        for layer in _layers(model):
-            stack.enter_context(mixin.use(layer, TriedMoments))
-        yield
+            undo.enter_context(mixin.use(layer, GlobalMoments))
 
 
 def explain_unsynchronized(model: Any) -> str:
@@ -74,6 +44,8 @@ class GlobalMoments:
     Only a train step has one. Ranks evaluate and predict other batches, and a callback
     may call the model on one rank.
 
+    In a trial they are constants, so that each row is normalized by itself.
+
     Attributes:
         in_loops: Whether a call outside of any step is one of a user's loop, which all
             ranks make.
@@ -82,12 +54,15 @@ class GlobalMoments:
     in_loops = False
 
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        is_loop = self.in_loops and not step_context.is_inside()
-        is_joint = is_loop or step_context.current().rows is not None
-        if comm.size() == 1 or not is_joint:
-            return super()._moments(inputs, mask)  # type: ignore[misc]
+        context, plain = step_context.current(), super()._moments  # type: ignore[misc]
+        if context.trial is not None:
+            moments = plain(inputs, mask)
+            return [context.trial.share(tf.stop_gradient(found)) for found in moments]
+        may_be_joint = self.in_loops or step_context.is_inside()
+        if not may_be_joint or find_joint_context() is None:
+            return plain(inputs, mask)
         count, mean, squares = _own_moments(inputs, mask, self._reduction_axes)
-        count, squares = map(step_context.current().count_own, (count, squares))
+        count, squares = map(context.count_own, (count, squares))
         shape = tf.shape(mean)
         own = tf.concat(
             [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(squares, [-1])],

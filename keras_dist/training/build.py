@@ -202,7 +202,7 @@ def start_built(model: Any, session: Session) -> None:
 def _call_hooks(
     model: Any, session: Session, hooks: Sequence[Callable[[], None]]
 ) -> None:
-    batch_norm.synchronize(model)
+    batch_norm.synchronize(model, session.undo)
     for hook in hooks:
         hook()
     if comm.size() > 1:

@@ -1,7 +1,6 @@
 """`check_split`: would several ranks train this model as one process does?"""
 
 import contextlib
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +9,7 @@ import tensorflow as tf
 
 from keras_dist.optimizer.attach import attach_to
 from keras_dist.optimizer.nested import optimizers_of
-from keras_dist.training import (
-    batch_norm,
-    build,
-    install,
-    losses,
-    state_trial,
-    step,
-    trial,
-)
+from keras_dist.training import batch_norm, build, install, state_trial, step, trial
 
 
 @dataclass(frozen=True)
@@ -89,8 +80,7 @@ def check_split(
             build.start(model, session, data, own_step, is_eager=model.run_eagerly)
             for optimizer in optimizers_of(model):
                 stack.enter_context(attach_to(optimizer))
-            split = functools.partial(losses.split_step, model, own_step)
-            found = trial.try_alone(model, split, data)
+            found = trial.try_alone(model, own_step, data)
     if found.reason:
         raise ValueError(f"`check_split` cannot try this train step: {found.reason}.")
     kinds = tuple(kind or "mean" for kind in found.updates)

@@ -20,7 +20,7 @@ from keras_dist.data.pipeline import as_untuned
 from keras_dist.optimizer.attach import attach_to, averaging_of
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
 from keras_dist.optimizer.rate import scale_rate, unscale_rate
-from keras_dist.training import batch_norm, saving
+from keras_dist.training import saving
 from keras_dist.training.session import Session, TracedFunctions, session_of
 from keras_dist.training.step import DistributedStep
 
@@ -50,7 +50,6 @@ def _restore(model: Any) -> None:
     saving.begin_interval()
     stopped = model.stop_training
     mixin.remove(model, DistributedStep)
-    batch_norm.desynchronize(model)
     model.stop_training = stopped
     session.traced.leave(model, session.options)
     session.on_compile.clear()

@@ -18,7 +18,7 @@ Only objects of one model are changed, while its step runs or is traced.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -115,7 +115,6 @@ def find_declared_kind(loss: Any) -> str | None:
     if loss.reduction in (None, "none"):
         return None
     is_one = getattr(function, "__name__", "") in _OVER_BATCH
-    is_one |= isinstance(loss, keras.losses.Circle)
     return "batch" if is_one else "reduction"
 
 
@@ -127,31 +126,24 @@ def split_step(
     is_logged = not all(is_keras_method(model, name) for name in methods)
 
     def run(data: Any) -> Any:
-        with _take_parts(model, kinds):
+        compiled, _ = private.compiled_parts(model)
+        context = replace(step_context.current(), kinds=kinds, passed={})
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(step_context.enter(context))
+            for metric in stateful_metrics(model.metrics):
+                if isinstance(metric, keras.metrics.Mean):
+                    stack.enter_context(mixin.use(metric, PartOfMean))
+            if compiled is not None:
+                stack.enter_context(mixin.use(compiled, AddsParts))
+                stack.callback(_remove_from_losses, compiled)
+                for loss in private.losses_in(compiled):
+                    mixin.add(loss, PartOfLoss)
             logs = step(data)
             if is_logged:
                 logs = keras.tree.map_structure(lambda v: weigh("log", v), logs)
             return logs
 
     return run
-
-
-@contextlib.contextmanager
-def _take_parts(model: Any, kinds: step_context.LossKinds) -> Iterator[None]:
-    """Context manager in which losses and logs are parts of the global batch."""
-    compiled, _ = private.compiled_parts(model)
-    context = replace(step_context.current(), kinds=kinds, passed={})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(step_context.enter(context))
-        for metric in stateful_metrics(model.metrics):
-            if isinstance(metric, keras.metrics.Mean):
-                stack.enter_context(mixin.use(metric, PartOfMean))
-        if compiled is not None:
-            stack.enter_context(mixin.use(compiled, AddsParts))
-            stack.callback(_remove_from_losses, compiled)
-            for loss in private.losses_in(compiled):
-                mixin.add(loss, PartOfLoss)
-        yield
 
 
 def weigh(level: str, value: Any) -> Any:
@@ -202,11 +194,11 @@ class PartOfLoss:
 
     def __call__(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         context, kind = step_context.current(), find_declared_kind(self)
+        call = super().__call__  # type: ignore[misc]
         rows = {"y_true": y_true, "y_pred": y_pred, "sample_weight": sample_weight}
 
         def plain(rows: Any) -> Any:
-            given = rows["y_true"], rows["y_pred"], rows["sample_weight"]
-            return super(PartOfLoss, self).__call__(*given)  # type: ignore[misc]
+            return call(rows["y_true"], rows["y_pred"], rows["sample_weight"])
 
         def compute_whole(rows: Any) -> Any:
             # Of the rows of all ranks, `weighted_mean` is the plain mean.

@@ -45,7 +45,7 @@ def global_result(
     metrics: Sequence[Any],
     result: Callable[[], Any],
     *,
-    seen: UpdateCounts | None = None,
+    seen: UpdateCounts,
     logs: Any = None,
 ) -> Any:
     """`result()` as if one process had updated the metrics with the rows of all ranks.
@@ -83,23 +83,24 @@ def global_result(
     stateful = stateful_metrics(metrics)
     with comm.together():
         facts = _facts(stateful, logs)
-        report = _make_report(stateful, seen or UpdateCounts())
+        states = list(map(_read_state, stateful if seen.has_rows else ()))
     comm.agree(facts, advice=_ADVICE)
-    reports = comm.gather(report)
-    with _swap_states(stateful, reports):
+    counts, by_rank = zip(*comm.gather((seen, states)), strict=True)
+    counted = [rank for rank in range(comm.size()) if counts[rank].has_rows]
+    fractions = weights([counts[rank].rows for rank in counted])
+    with _swap_states(stateful, [by_rank[rank] for rank in counted], fractions):
         exact = _on_host(result())
         is_of_step = isinstance(logs, Mapping) and set(logs) != set(exact)
         exact_results = _results_by_path(metrics, exact) if is_of_step else {}
-    counts = [report.seen for report in reports]
     if is_of_step:
         local_results = _results_by_path(metrics, _on_host(result()))
         exact = _last_step_logs(logs, local_results, exact_results, counts)
     if all(type(metric).__module__.startswith("keras.") for metric in stateful):
         return exact
-    return _make_alike(exact, counts)
+    return _make_alike(exact, counted, fractions)
 
 
-def _make_alike(logs: Any, seen: Sequence[UpdateCounts]) -> Any:
+def _make_alike(logs: Any, counted: Sequence[int], fractions: Sequence[float]) -> Any:
     """Average values that differ between the ranks; one gather.
 
     A metric of the user's may keep a list in Python beside its variables. With other
@@ -107,7 +108,7 @@ def _make_alike(logs: Any, seen: Sequence[UpdateCounts]) -> Any:
     """
     own, *others = everyone = comm.gather(_arrays_by_path(logs))
     differing = {
-        path: [found[path] for found in everyone]
+        path: _weighted_mean([everyone[rank][path] for rank in counted], fractions)
         for path, value in own.items()
         if not all(np.array_equal(value, o[path], equal_nan=True) for o in others)
     }
@@ -121,15 +122,9 @@ def _make_alike(logs: Any, seen: Sequence[UpdateCounts]) -> Any:
             "are averaged, weighted by rows. Keep all of its state in variables "
             "(`add_variable`)."
         )
-
-    def share(path: Path, value: Any) -> Any:
-        values = differing.get(path)
-        return (
-            value if values is None else _on_host(_weighted_mean(values, weights(seen)))
-        )
-
     flat = keras.tree.flatten_with_path(logs)
-    return keras.tree.pack_sequence_as(logs, [share(*pair) for pair in flat])
+    shared = [differing.get(path, value) for path, value in flat]
+    return keras.tree.pack_sequence_as(logs, shared)
 
 
 def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:
@@ -158,12 +153,13 @@ def rule_of(variable: Any) -> str:
     return {"sum": "sum", "only_first_replica": "first"}.get(aggregation, "mean")
 
 
-def weights(seen: Sequence[UpdateCounts]) -> list[float]:
-    """Compute each rank's fraction of all rows that the metrics have seen."""
-    rows = [counts.rows * counts.has_rows for counts in seen]
-    # If no rank has counted its rows, those that have rows get equal fractions.
-    rows = rows if any(rows) else [int(counts.has_rows) for counts in seen]
-    return [count / sum(rows) for count in rows]
+def weights(rows: Sequence[int]) -> list[float]:
+    """Compute each rank's fraction of all rows that the metrics have seen.
+
+    The fractions are equal if no rank has counted its rows.
+    """
+    total = sum(rows)
+    return [count / total if total else 1 / len(rows) for count in rows]
 
 
 def combine(
@@ -245,21 +241,6 @@ def _find_starts(metric: Any, states: Sequence[Sequence[np.ndarray]]) -> list[An
     return starts
 
 
-@dataclass(frozen=True)
-class _Report:
-    """What one rank sends to the others about its metrics.
-
-    Args:
-        seen: How much data they have been updated with.
-        states: The state of each metric; none if it is not counted.
-        results: Results of the metrics that have no variables.
-    """
-
-    seen: UpdateCounts
-    states: list[list[np.ndarray]]
-    results: list[Any]
-
-
 def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
     """Return what has to be equal on all ranks, or they cannot be combined."""
     facts: dict[str, Any] = {"the metrics": [metric.name for metric in metrics]}
@@ -273,39 +254,39 @@ def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
     return facts
 
 
-def _make_report(metrics: Sequence[Any], seen: UpdateCounts) -> _Report:
-    counted = metrics if seen.has_rows else []
-    return _Report(
-        seen,
-        [list(map(comm.to_array, metric.variables)) for metric in counted],
-        [_on_host(metric.result()) for metric in counted if _is_without_state(metric)],
-    )
+def _read_state(metric: Any) -> Any:
+    """Return the values of a metric's variables; if it has none, its result."""
+    if _is_without_state(metric):
+        return _on_host(metric.result())
+    return list(map(comm.to_array, metric.variables))
 
 
 @contextlib.contextmanager
-def _swap_states(metrics: Sequence[Any], reports: Sequence[_Report]) -> Iterator[None]:
+def _swap_states(
+    metrics: Sequence[Any], by_rank: Sequence[Any], fractions: Sequence[float]
+) -> Iterator[None]:
     """Context manager in which metrics have the state of one process on all rows."""
-    counted = [report for report in reports if report.seen.has_rows]
-    fractions = weights([report.seen for report in counted])
     variables = [variable for metric in metrics for variable in metric.variables]
-    pairs = enumerate(metrics)
+    pairs = zip(metrics, zip(*by_rank, strict=True), strict=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserve_variables(variables))
         # A metric that merges may be inside of one that does not: it comes last.
-        for index, metric in sorted(pairs, key=lambda pair: merges(pair[1])):
-            states = [report.states[index] for report in counted]
-            combine_states(metric, states, fractions)
-        for index, metric in enumerate(filter(_is_without_state, metrics)):
-            mean = _weighted_mean([r.results[index] for r in counted], fractions)
-            object.__setattr__(metric, "result", lambda mean=mean: mean)
-            stack.callback(metric.__dict__.pop, "result", None)
+        for metric, states in sorted(pairs, key=lambda pair: merges(pair[0])):
+            if _is_without_state(metric):
+                mean = _weighted_mean(states, fractions)
+                object.__setattr__(metric, "result", lambda mean=mean: mean)
+                stack.callback(metric.__dict__.pop, "result", None)
+            else:
+                combine_states(metric, states, fractions)
         yield
 
 
 def _weighted_mean(results: Sequence[Any], fractions: Sequence[float]) -> Any:
     """Average results of the same structure, weighted by fractions."""
-    return keras.tree.map_structure(
-        lambda *values: combine("mean", values, fractions), *results
+    return _on_host(
+        keras.tree.map_structure(
+            lambda *values: combine("mean", values, fractions), *results
+        )
     )
 
 
@@ -346,12 +327,13 @@ def _last_step_logs(
         for path, array in _arrays_by_path(logs).items()
     }
     last = max(counts.steps for counts in seen if counts.has_rows)
-    made = [counts.has_rows and counts.steps == last for counts in seen]
-    fractions = weights(
-        [UpdateCounts(c.last_rows, has_rows=m) for c, m in zip(seen, made, strict=True)]
-    )
-    gathered = zip(comm.gather(values), fractions, strict=True)
-    counted = [(found, fraction) for found, fraction in gathered if fraction]
+    made = [
+        (found, counts.last_rows)
+        for found, counts in zip(comm.gather(values), seen, strict=True)
+        if counts.has_rows and counts.steps == last
+    ]
+    weighted = zip(made, weights([rows for _, rows in made]), strict=True)
+    counted = [(found, fraction) for (found, _), fraction in weighted if fraction]
 
     def global_value(path: Path, value: Any) -> Any:
         if path not in values:
@@ -362,7 +344,7 @@ def _last_step_logs(
             return _on_host(exact[key])
         if len({array.shape for array in arrays}) > 1:
             return _on_host(arrays[0])  # values by row: at least equal on all ranks
-        return _on_host(_weighted_mean(arrays, [fraction for _, fraction in counted]))
+        return _weighted_mean(arrays, [fraction for _, fraction in counted])
 
     flat = keras.tree.flatten_with_path(logs)
     return keras.tree.pack_sequence_as(logs, [global_value(*pair) for pair in flat])

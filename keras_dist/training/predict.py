@@ -7,7 +7,6 @@ keeps them; the other ranks return `None`.
 import contextlib
 import itertools
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -17,8 +16,7 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.data.feed import Feed
-
-_ADVICE = "Give every rank the same model, weights, data and arguments."
+from keras_dist.training.same_values import read_checksums
 
 # Predictions are gathered in pieces; this is the largest piece of one rank.
 _MESSAGE_BYTES = 64 * 2**20
@@ -44,20 +42,30 @@ def predict_in_turns(
         ValueError: On all ranks, if weights or outputs differ between the ranks.
     """
     with comm.together(), _count_rows(model) as counts:
-        count = len(model.weights)
-        checksum = _checksum(model)  # before: a layer may count what it predicts
+        # Before: a layer may count what it predicts.
+        checksums = read_checksums(model.weights)
         outputs = predict(data.data)
     if not data.has_rows:
         outputs = keras.tree.map_structure(
             lambda leaf: None if leaf is None else leaf[:0], outputs
         )
         counts.clear()
-    if len(model.weights) > count:  # it was not built
-        checksum = _checksum(model)
-    _agree_on_outputs(outputs, checksum)
+    if len(model.weights) > len(checksums):  # it was not built
+        checksums = read_checksums(model.weights)
+    leaves = keras.tree.flatten(outputs)
+    arrays = [leaf for leaf in leaves if leaf is not None]
+    comm.agree(
+        {
+            "the weights": hash(checksums),
+            "the shapes of the predictions": [
+                (leaf.shape[1:], str(leaf.dtype)) for leaf in arrays
+            ],
+        },
+        advice="Give every rank the same model, weights, data and arguments.",
+        names={"the weights": "these are checksums"},
+    )
     if not gather:
         return outputs
-    leaves = keras.tree.flatten(outputs)
     local_bytes = [0 if leaf is None else _row_bytes(leaf) for leaf in leaves]
     by_rank, bytes_by_rank = zip(*comm.gather((counts, local_bytes)), strict=True)
     keeps = gather is True or comm.rank() == 0
@@ -155,24 +163,3 @@ def _row_bytes(leaf: Any) -> int:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.flat_values.numpy().nbytes // max(1, leaf.shape[0])
     return leaf.dtype.itemsize * math.prod(leaf.shape[1:])
-
-
-def _checksum(model: Any) -> int:
-    checksum = 0
-    for weight in model.weights:
-        checksum = zlib.crc32(comm.to_array(weight).tobytes(), checksum)
-    return checksum
-
-
-def _agree_on_outputs(outputs: Any, checksum: int) -> None:
-    """Raise an error on all ranks if their weights, or kinds of outputs, differ."""
-    leaves = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
-    kinds = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
-    comm.agree(
-        {
-            "the weights": checksum,
-            "the shapes of the predictions": kinds,
-        },
-        advice=_ADVICE,
-        names={"the weights": "these are checksums"},
-    )

@@ -28,7 +28,7 @@ def list_variables(model: Any) -> list[Any]:
 @contextlib.contextmanager
 def preserve_variables(
     variables: Sequence[Any], *, unless: Any = None
-) -> Iterator[None]:
+) -> Iterator[list[tuple[Any, Any]]]:
     """Context manager that sets variables back to the values that they have now.
 
     Variables that are made in it are set back to their first values, unless they are
@@ -37,6 +37,9 @@ def preserve_variables(
     Args:
         variables: Variables of Keras or TensorFlow.
         unless: A boolean scalar: the variables keep their new values where it is true.
+
+    Yields:
+        The variables, each with the value that it had.
     """
     once = {id(variable): variable for variable in variables}.values()
     before = [(variable, tf.identity(variable)) for variable in once]
@@ -49,7 +52,7 @@ def preserve_variables(
 
     try:
         with tf.variable_creator_scope(make):
-            yield
+            yield before
     finally:
         for variable, value in before:
             if unless is not None:

@@ -54,7 +54,7 @@ def sum_over_rows(loss: Any) -> Any:
             "`sum_over_rows` takes a scalar, the sum over the rows of a batch. "
             f"Received: a tensor of shape {loss.shape}. Pass `tf.reduce_sum(loss)`."
         )
-    context = _find_joint_context()
+    context = find_joint_context()
     if context is None:
         return loss
     return loss * context.inverse_fraction(loss.dtype)
@@ -101,7 +101,7 @@ def weighted_mean(values: Any, weights: Any) -> Any:
     if narrow.size < 4:  # sums of many rows
         values, weights = tf.cast(values, tf.float32), tf.cast(weights, tf.float32)
     numerator, divisor = tf.reduce_sum(values * weights), tf.reduce_sum(weights)
-    context = _find_joint_context("weighted_mean")
+    context = find_joint_context("weighted_mean")
     if context is None:
         return tf.cast(tf.math.divide_no_nan(numerator, divisor), narrow)
     local = tf.stop_gradient(tf.stack([numerator, divisor]))
@@ -138,7 +138,7 @@ def gather_rows(z: Any) -> Any:
     >>> gather_rows(tf.constant([[1.0], [2.0]])).shape
     TensorShape([2, 1])
     """
-    context = _find_joint_context("gather_rows")
+    context = find_joint_context("gather_rows")
     if context is None:
         return z
     leaves = [
@@ -225,9 +225,7 @@ def _gather_tensors(
             upstream = comm.total(upstream, purpose="gathered_gradients")
         local = tf.gather(upstream, places)
         local *= context.inverse_fraction(local.dtype)
-        if context.has_rows is None:
-            return local
-        left = length - tf.shape(local)[0]  # of a copied batch
+        left = length - tf.shape(local)[0]  # of a copied batch, or none
         return tf.pad(local, [[0, left], *[[0, 0]] * (local.shape.rank - 1)])
 
     @tf.custom_gradient
@@ -313,7 +311,7 @@ def row_bytes(tensor: Any) -> int:
     return math.prod(shape[1:]) * width if shape.rank else 0
 
 
-def _find_joint_context(caller: str = "") -> step_context.StepContext | None:
+def find_joint_context(caller: str = "") -> step_context.StepContext | None:
     """Return the context of a step whose ranks communicate; `None` if none do.
 
     Outside of a step of ours, a loop of the user's communicates.

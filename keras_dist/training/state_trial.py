@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.lines import warn
 from keras_dist.training.metrics import (
     combine,
     combine_states,
@@ -102,17 +101,6 @@ def describe(differences: Sequence[StateDifference]) -> list[str]:
     return sentences
 
 
-def warn_about_states(differences: Sequence[StateDifference]) -> None:
-    """Warn on the first rank, once, of all that the ranks found."""
-    if not differences or comm.rank() > 0:
-        return
-    warn(
-        "The first batch was tried as a whole and in two parts, as on two ranks. N "
-        "ranks give other values than one process. "
-        f"{' '.join(describe(differences))}"
-    )
-
-
 def compare_metrics(
     model: Any, whole: State, parts: Sequence[State], fractions: Sequence[float]
 ) -> list[StateDifference]:
@@ -145,16 +133,9 @@ def compare_weights(
 ) -> list[StateDifference]:
     """Return the weights without a gradient that the parts' averages do not equal."""
     differences = []
-    normalized = {
-        id(variable)
-        for layer in private.layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        for variable in layer.variables
-    }
     for variable in model.non_trainable_weights:
         states = [state[id(variable)] for state in (whole, *parts)]
-        has_changed = any(differs(variable, state) for state in states)
-        if id(variable) in normalized or not has_changed:
+        if not any(differs(variable, state) for state in states):
             continue
         before = comm.to_array(variable)
         after = [state.numpy() for state in states]

@@ -321,8 +321,7 @@ def _start(model: Any, data: Any) -> None:
     is_averaged = comm.size() > 1 and averages(model)
     result = session.traced.trial
     if result is None and is_averaged and not losses.is_declared(model):
-        split = functools.partial(losses.split_step, model, own_step)
-        result = trial.try_step(model, split, data)
+        result = trial.try_step(model, own_step, data)
         trial.warn(model, result)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {result}")

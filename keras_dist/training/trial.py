@@ -28,15 +28,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import comm, lines, private
+from keras_dist import comm, lines, mixin, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.errors import summarize
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import Recorded
 from keras_dist.optimizer.nested import optimizers_of, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
-from keras_dist.training.batch_norm import explain_unsynchronized, share_moments
-from keras_dist.training.losses import num_rows
+from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
+from keras_dist.training.losses import num_rows, split_step
 from keras_dist.training.metrics import stateful_metrics
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.rows import row_bytes
@@ -45,14 +45,11 @@ from keras_dist.training.state_trial import (
     StateDifference,
     compare_metrics,
     compare_weights,
+    describe,
     differs,
     name_strays,
     read_state,
-    warn_about_states,
 )
-
-# Returns the model's train step with losses and logs multiplied by what they are.
-SplitStep = Callable[[LossKinds], Callable[[Any], Any]]
 
 # In the order in which they depend on one another.
 _LEVELS = ("loss", "compute", "tracker", "log")
@@ -160,15 +157,15 @@ class Run:
     state: State
 
 
-def try_step(model: Any, split: SplitStep, data: Any) -> Trial:
+def try_step(model: Any, step: Callable[[Any], Any], data: Any) -> Trial:
     """Try a train step on this rank's first batch; all ranks call this."""
     begin = time.monotonic()
     reason = next(filter(None, comm.gather(explain_untriable(data))), "")
-    found = Trial(reason=reason) if reason else try_alone(model, split, data)
+    found = Trial(reason=reason) if reason else try_alone(model, step, data)
     return replace(_join(comm.gather(found)), seconds=time.monotonic() - begin)
 
 
-def try_alone(model: Any, split: SplitStep, data: Any) -> Trial:
+def try_alone(model: Any, step: Callable[[Any], Any], data: Any) -> Trial:
     """Try a step on this rank alone; an error is the reason why it was not tried."""
     seeds = [v for v in list_variables(model) if _is_seed(v)]
     try:
@@ -176,11 +173,10 @@ def try_alone(model: Any, split: SplitStep, data: Any) -> Trial:
             preserve_generators(),
             preserve_variables(seeds),
             _without_noise(model),
-            share_moments(model),
             # The ranks may make different numbers of runs.
             comm.without_collectives("the step calls a collective"),
         ):
-            return _Runner(model, split, data).find()
+            return _Runner(model, step, data).find()
     except Exception as error:  # whatever a user's step raises on fewer rows
         return Trial(reason=summarize(error))
     finally:
@@ -202,8 +198,15 @@ def explain_untriable(data: Any) -> str:
 
 def warn(model: Any, trial: Trial) -> None:
     """Warn on the first rank of what N ranks do not compute as one process does."""
-    warn_about_states(trial.states)
-    if "neither" not in trial.updates or comm.rank() > 0:
+    if comm.rank() > 0:
+        return
+    if trial.states:
+        lines.warn(
+            "The first batch was tried as a whole and in two parts, as on two ranks. N "
+            "ranks give other values than one process. "
+            f"{' '.join(describe(trial.states))}"
+        )
+    if "neither" not in trial.updates:
         return
     worst = sorted(trial.weights, key=lambda path: -trial.weights[path])[:3]
     lines.warn(
@@ -231,20 +234,19 @@ class TrialRun:
 
     def __init__(self, begin: Any, fraction: Any, shared: Any) -> None:
         self._begin, self._fraction = begin, fraction
-        self._is_whole, self._next = shared is None, 0
+        self._given = None if shared is None else iter(shared)
         self._row_bytes = 0
-        self.shared = list(shared or ())
+        self.shared: list[Any] = []
         self.numbers: dict[Site, Any] = {}
         self.gatherable: dict[Site, int] = {}  # bytes of a row
         self.has_gathered = False
 
     def share(self, value: Any) -> Any:
         """Return the value that the run of the whole batch had here."""
-        if self._is_whole:
+        if self._given is None:
             self.shared.append(value)
             return value
-        self._next += 1
-        return tf.ensure_shape(self.shared[self._next - 1], value.shape)
+        return tf.ensure_shape(next(self._given), value.shape)
 
     def gather(self, rows: Any, *, is_known: bool = False) -> Any:
         """Return the rows of the whole batch; this run's rows have a gradient.
@@ -255,11 +257,10 @@ class TrialRun:
         """
         self.has_gathered |= not is_known
         self._row_bytes += row_bytes(rows)
-        if self._is_whole:
+        if self._given is None:
             self.shared.append(rows)
             return rows
-        whole = self.shared[self._next]
-        self._next += 1
+        whole = next(self._given)
         if rows.dtype.is_floating:
             # Gradients are averaged by rows, and this is a part of the whole's.
             factor = tf.cast(1 / self._fraction, rows.dtype)
@@ -287,8 +288,8 @@ class _Runner:
     the model and TensorFlow's random numbers could not be put back.
     """
 
-    def __init__(self, model: Any, split: SplitStep, data: Any) -> None:
-        self._model, self._split, self._data = model, split, data
+    def __init__(self, model: Any, step: Callable[[Any], Any], data: Any) -> None:
+        self._model, self._step, self._data = model, step, data
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         self._leaves = [
             leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
@@ -299,7 +300,6 @@ class _Runner:
         self._functions: dict[Any, Any] = {}
         self._is_of_fixed_rows = False
         # Of the last run, or trace:
-        self._paths: list[list[str]] = []
         self._sites: list[Site] = []
         self._gatherable: dict[Site, float] = {}
         self._has_gathered = False
@@ -323,10 +323,10 @@ class _Runner:
                 self._run(
                     [_slice(leaf, begin, end) for leaf in self._leaves],
                     begin=begin,
-                    fraction=fraction,
+                    fraction=(end - begin) / self._rows,
                     shared=whole.shared,
                 )
-                for (begin, end), fraction in zip(bounds, fractions, strict=True)
+                for begin, end in ((0, cut), (cut, self._rows))
             ]
 
         def judge(site: Site, parts: list[Run]) -> str | None:
@@ -336,18 +336,16 @@ class _Runner:
             tolerance = self._tolerances[1] * size
             return _kind(size, abs(value - mean), abs(value - sum(values)), tolerance)
 
-        tried = []
+        tried = {}
         thirds = (self._rows // 3, 2 * self._rows // 3)
         for cut in dict.fromkeys(max(1, third) for third in thirds):
-            bounds = [(0, cut), (cut, self._rows)]
-            fractions = [(end - begin) / self._rows for begin, end in bounds]
-            tried.append((bounds, fractions, run_parts()))
+            tried[cut] = run_parts()
             # A part without a label, and so without a gradient, hides a divisor.
-            if all(_has_gradients(whole, part) for part in tried[-1][2]):
+            if all(_has_gradients(whole, part) for part in tried[cut]):
                 break
         else:
-            tried.reverse()  # no cut is better than the first
-        bounds, fractions, parts = tried[-1]
+            cut = min(tried)  # no cut is better than the first
+        fractions, parts = [cut / self._rows, 1 - cut / self._rows], tried[cut]
         numbers, parts = self._find_numbers(parts, run_parts, judge)
         updates, difference, weights = self._compare_updates(whole, parts, fractions)
         doubted: dict[Site, str | None] = {
@@ -483,16 +481,14 @@ class _Runner:
         shared: list[Any] | None = None,
     ) -> Run:
         """Run the step on rows, and put back what it changes but random generators."""
-        function, variables = self._step_on, list_variables(self._model)
-        variables = [v for v in variables if not _is_seed(v)]
-        others: list[Any] = []  # that the model does not keep
+        function, others = self._step_on, []
         if not self._model.run_eagerly:
             function = self._trace_for(leaves, shared)
             kept = {id(variable.value) for variable in list_variables(self._model)}
+            # What the model does not keep.
             others = [v for v in function.graph.variables if id(v) not in kept]
-            others = [v for v in others if not _is_seed(v)]
-        before = [tf.identity(variable) for variable in others]
-        with preserve_variables([*variables, *others]):
+        variables = [*list_variables(self._model), *others]
+        with preserve_variables([v for v in variables if not _is_seed(v)]) as before:
             for found in optimizers_of(self._model):
                 if isinstance(found, keras.optimizers.LossScaleOptimizer):
                     scale = found.dynamic_scale
@@ -501,17 +497,12 @@ class _Runner:
                 leaves, tf.constant(begin), tf.constant(fraction, tf.float64), shared
             )
             state = read_state(self._model)
-            pairs = zip(others, before, strict=True)
-            changed = [
-                variable for variable, value in pairs if differs(variable, value)
-            ]
+            outside = set(map(id, others))
+            changed = [v for v, old in before if id(v) in outside and differs(v, old)]
             self._strays = name_strays(self._model, changed)
-        named = [
-            dict(zip(paths, map(np.array, update), strict=True))
-            for paths, update in zip(self._paths, gradients, strict=True)
-        ]
-        values = dict(zip(self._sites, map(float, numbers), strict=True))
-        return Run(named, values, shared, state)
+        self._sites = list(numbers)
+        gradients = keras.tree.map_structure(np.array, gradients)
+        return Run(gradients, {s: float(n) for s, n in numbers.items()}, shared, state)
 
     def _trace_for(self, leaves: list[Any], shared: Any) -> Any:
         """Return the step traced for any number of rows, or else for these."""
@@ -537,7 +528,7 @@ class _Runner:
 
     def _step_on(
         self, leaves: list[Any], begin: Any, fraction: Any, shared: Any
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+    ) -> tuple[list[dict[str, Any]], dict[Site, Any], list[Any]]:
         rest = iter(leaves)
         data = keras.tree.map_structure(
             lambda leaf: None if leaf is None else next(rest), self._data
@@ -553,19 +544,23 @@ class _Runner:
             trial=run,
         )
         with step_context.enter(context), step_context.run_inline():
-            self._split(self._kinds)(data)
-        self._sites, self._has_gathered = list(run.numbers), run.has_gathered
+            split_step(self._model, self._step, self._kinds)(data)
+        self._has_gathered = run.has_gathered
         self._gatherable = {
             site: found * global_rows / 2**20 for site, found in run.gatherable.items()
         }
-        self._paths, updates = [], []
+        updates = []
         for call in calls:
             variables = variables_of(call.optimizer, call.variables)
             pairs = zip(call.gradients, variables, strict=True)
-            known = [(g, variable) for g, variable in pairs if g is not None]
-            self._paths.append([getattr(v, "path", v.name) for _, v in known])
-            updates.append([_some_elements(gradient) for gradient, _ in known])
-        return updates, list(run.numbers.values()), run.shared
+            updates.append(
+                {
+                    getattr(variable, "path", variable.name): _some_elements(gradient)
+                    for gradient, variable in pairs
+                    if gradient is not None
+                }
+            )
+        return updates, run.numbers, run.shared
 
 
 def _join(trials: Sequence[Trial]) -> Trial:
@@ -684,9 +679,14 @@ def _is_seed(variable: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_noise(model: Any) -> Iterator[None]:
-    """Context manager in which layers of Keras such as `Dropout` do nothing."""
+    """Context manager in which layers of Keras such as `Dropout` do nothing.
+
+    All layers of `BatchNormalization` have the moments of the whole batch.
+    """
     with contextlib.ExitStack() as stack:
         for layer in private.layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization):
+                stack.enter_context(mixin.use(layer, GlobalMoments))
             for name in _RATES:
                 if isinstance(layer, _RANDOM) and vars(layer).get(name):
                     stack.callback(setattr, layer, name, vars(layer)[name])
