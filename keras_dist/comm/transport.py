@@ -48,7 +48,15 @@ def connect(launcher: str, expected: World) -> ModuleType:
         starting.enter_context(_batch_scheduling())
     try:
         horovod = importlib.import_module("horovod.tensorflow")
-        with starting, _ended_by_ctrl_c():
+        with starting:
+            if (
+                threading.current_thread() is threading.main_thread()
+                and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            ):
+                # Ctrl-C ends this process at once: Python would see it only after all
+                # ranks have come, of which one may have left.
+                before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+                starting.callback(signal.signal, signal.SIGINT, before)
             horovod.init()
     except Exception as error:  # after any error the user has to build Horovod again
         raise RuntimeError(
@@ -79,23 +87,6 @@ def _leave_horovod(shutdown: Callable[[], None]) -> None:
     # The last one is called first, and before all destructors; each with the exit code.
     for function in (libc._exit, libc.fcloseall):
         libc.on_exit(function, None)
-
-
-@contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Context manager in which Ctrl-C ends this process at once.
-
-    Python would see it only after all ranks have come, of which one may have left.
-    """
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (is_default and threading.current_thread() is threading.main_thread()):
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
