@@ -34,14 +34,13 @@ class _Runtime:
         device: Set by `prepare`.
         world: Set by `start`; `None` before.
         link: Set by `start`; `None` on one rank.
-        has_ended: Set by `stop`, on several ranks.
-        failure: Why the ranks could not meet: they do not try again.
+        failure: Why the ranks could not meet, or that they have ended: they do not try
+            again.
     """
 
     device: Device | None = None
     world: World | None = None
     link: ModuleType | None = field(default=None, repr=False)
-    has_ended: bool = False
     failure: RuntimeError | None = None
 
 
@@ -124,12 +123,6 @@ def start() -> World:
             _runtime.world = world_at(place)
         else:
             check_not_elastic()
-            if _runtime.has_ended:
-                raise RuntimeError(
-                    "Horovod was shut down in this process, and cannot be started "
-                    "again: it would crash. Received: a call that needs the other "
-                    "ranks. Call `shutdown` at the end of the script."
-                )
             if _runtime.failure is not None:
                 raise _runtime.failure
             if place.address:
@@ -156,7 +149,11 @@ def stop() -> None:
     """End the connection to the other ranks, for good."""
     if _runtime.link is not None:
         _runtime.link.shutdown()
-        _runtime.has_ended = True
+        _runtime.failure = RuntimeError(
+            "Horovod was shut down in this process, and cannot be started again: it "
+            "would crash. Received: a call that needs the other ranks. Call "
+            "`shutdown` at the end of the script."
+        )
     _runtime.link = _runtime.world = None
 
 
