@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from keras_dist.clusters import Place, find_place
+from keras_dist.clusters import find_place
 from keras_dist.comm import transport
 from keras_dist.comm.devices import Device, choose_device, is_unbound
 from keras_dist.comm.rendezvous import meet
@@ -132,17 +132,13 @@ def start() -> World:
                     _runtime.failure = error
                     raise
                 _mark_process()
-            _runtime.world = _connect(place)
+            before = watchdog.threads()
+            _runtime.link = transport.connect(place.launcher, world_at(place))
+            world = transport.world_of(_runtime.link)
+            started = watchdog.threads() - before  # by Horovod
+            watchdog.start(rank=world.rank, size=world.size, ignored_threads=started)
+            _runtime.world = world
     return _runtime.world
-
-
-def _connect(place: Place) -> World:
-    before = watchdog.threads()
-    _runtime.link = transport.connect(place.launcher, world_at(place))
-    world = transport.world_of(_runtime.link)
-    horovod_threads = watchdog.threads() - before
-    watchdog.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
-    return world
 
 
 def stop() -> None:
