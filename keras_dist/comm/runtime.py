@@ -9,7 +9,7 @@ from types import ModuleType
 
 from keras_dist.clusters import find_place
 from keras_dist.comm import transport
-from keras_dist.comm.devices import Device, choose_device, is_unbound
+from keras_dist.comm.devices import Device, choose_device
 from keras_dist.comm.rendezvous import meet
 from keras_dist.comm.world import (
     World,
@@ -72,8 +72,7 @@ def prepare() -> None:
         return
     _mark_process()
     seed_generators(place.job)
-    # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
-    is_binding = place.launcher == "horovodrun" or is_unbound()
+    is_binding = place.launcher == "horovodrun"
     _runtime.device = choose_device(world_at(place), is_binding=is_binding)
 
 
