@@ -210,14 +210,3 @@ def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any)
     with record_wait(name):
         options |= {"name": name, "ignore_name_scope": True}
         return getattr(link, function)(tensor, **options)
-
-
-def allreduce(link: ModuleType, tensor: Any, *, name: str) -> Any:
-    """Sum the tensors of all ranks; bitwise the same on every rank.
-
-    Args:
-        link: The link to the other ranks.
-        tensor: A tensor of the same shape and dtype on every rank.
-        name: Name of the collective, the same on all ranks.
-    """
-    return run("allreduce", link, tensor, name, op=link.Sum)
