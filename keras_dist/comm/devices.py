@@ -49,8 +49,8 @@ def choose_device(world: World, *, is_binding: bool = False) -> Device:
     Args:
         world: Ranks of this process.
         is_binding: Whether to bind a rank without a GPU to cores of its own, also if it
-            may not run on all cores of the host. The variable KERAS_DIST_BIND=0 turns
-            this off.
+            cannot run on all of the host. The variable KERAS_DIST_BIND=0 turns this
+            off.
 
     Returns:
         The device that is in use after the call.

@@ -161,7 +161,16 @@ def install_horovod(
         choice = choose(facts, mpi=mpi, nccl=nccl)
         build_and_install(facts, choice, steps, wheel_dir)
         how = "built"
-    print(verify(how))
+    installed, error = probe()
+    if installed is None or not installed.is_patched:
+        error = f"cannot be imported:\n{error}"
+        if installed is not None:
+            error = (
+                "another one, without keras_dist's patches, is imported: "
+                f"{installed.folder}. Perhaps it comes first in Python's search path."
+            )
+        raise RuntimeError(f"Horovod {HOROVOD} was {how} and installed, but {error}")
+    print(installed)
 
 
 def take(
@@ -197,7 +206,7 @@ def build_and_install(
     facts: Facts,
     choice: Choice,
     steps: Steps,
-    wheel_dir: str | os.PathLike[str] | None = None,
+    wheel_dir: str | os.PathLike[str] | None,
 ) -> None:
     """Build a wheel in a temporary folder, install it, and keep it in `wheel_dir`."""
     print(f"Building Horovod {HOROVOD} for TensorFlow {facts.tensorflow}.")
@@ -209,21 +218,3 @@ def build_and_install(
         if wheel_dir is not None:
             fetch = [*PIP, "download", "--no-deps", "-d", str(wheel_dir)]
             steps.run(f"Keeping it in {wheel_dir}", [*fetch, str(wheel), *RUNTIME])
-
-
-def verify(how: str) -> Built:
-    """Import the new Horovod in a new interpreter, and return what it is.
-
-    Raises:
-        RuntimeError: If it cannot be imported, or lacks our patches.
-    """
-    installed, error = probe()
-    if installed is not None and installed.is_patched:
-        return installed
-    error = f"cannot be imported:\n{error}"
-    if installed is not None:
-        error = (
-            "another one, without keras_dist's patches, is imported: "
-            f"{installed.folder}. Perhaps it comes first in Python's search path."
-        )
-    raise RuntimeError(f"Horovod {HOROVOD} was {how} and installed, but {error}")
