@@ -38,13 +38,12 @@ def connect(launcher: str, expected: World) -> ModuleType:
             connects other processes than the launcher started.
     """
     is_on_cpu = not tf.config.get_visible_devices("GPU")
-    if is_on_cpu:
-        settings.set_for_cpu()
     starting = contextlib.ExitStack()
     if launcher.startswith("mpirun"):
         settings.prepare(is_on_cpu=is_on_cpu)
         starting.enter_context(settings.limit_start(expected.rank, expected.size))
     if is_on_cpu:
+        settings.set_for_cpu()
         starting.enter_context(_batch_scheduling())
     try:
         horovod = importlib.import_module("horovod.tensorflow")
@@ -100,17 +99,16 @@ def _batch_scheduling() -> Iterator[None]:
     next tick of the system's scheduler, which costs some milliseconds in every
     collective. Source: `Pair::handleEvents` of Gloo.
     """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
+    before = os.sched_getscheduler(0)
     # A thread inherits the policy of the thread that starts it.
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if before == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        with contextlib.suppress(OSError):  # as where the policy has priorities
+            os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def world_of(link: ModuleType) -> World:
