@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.callbacks.broadcast_variables import state_variables
 from keras_dist.fit import dist_fit
 from keras_dist.launch.hosts import addresses, num_gpus
 from keras_dist.tools.check.host import (
@@ -165,12 +166,12 @@ def check_training() -> Result:
     fit: dict[str, Any] = {"shuffle": False, "epochs": 2, "verbose": 0}
     model = _make_model(_RATE)
     dist_fit(model, x, y, batch_size=_BATCH, **fit)
-    trained, expected = _state(model), None
+    trained, expected = list(map(comm.to_array, state_variables(model))), None
     if comm.rank() == 0:
         single = _make_model(_RATE * comm.size())  # as `dist_fit` scales the rate
         single.fit(x, y, batch_size=_BATCH * comm.size(), **fit)
         single.optimizer.learning_rate = _RATE  # which `dist_fit` leaves as it was
-        expected = _state(single)
+        expected = list(map(comm.to_array, state_variables(single)))
     # A NaN is the largest.
     gap = np.max(comm.gather(_difference(trained, comm.broadcast(expected))))
     seen = f"{gap:.1e} from plain Keras on one process (at most {_TOLERANCE:.0e})"
@@ -206,11 +207,6 @@ def _make_model(rate: float) -> Any:
     )
     model.compile(keras.optimizers.Adam(rate, epsilon=1e-3), "mse")
     return model
-
-
-def _state(model: Any) -> list[Any]:
-    variables = [*model.weights, *model.optimizer.variables]
-    return [np.array(keras.ops.convert_to_numpy(each)) for each in variables]
 
 
 def _difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
