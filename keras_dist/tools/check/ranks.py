@@ -162,7 +162,11 @@ def check_training() -> Result:
     """Check that all ranks train the model that plain Keras trains on one process."""
     # TF32 rounds to ten bits, which the tolerance does not expect.
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    x, y = _make_rows(3 * _BATCH * comm.size() + 5)  # the last batch is not full
+    # Rows of six words, some of them frequent; the last batch is not full.
+    shape = 3 * _BATCH * comm.size() + 5, 6
+    x = np.random.default_rng(2).geometric(0.2, shape)
+    x = np.minimum(x, 30).astype("int32")
+    y = (x[:, :1] > 3).astype("float32")
     fit: dict[str, Any] = {"shuffle": False, "epochs": 2, "verbose": 0}
     model = _make_model(_RATE)
     dist_fit(model, x, y, batch_size=_BATCH, **fit)
@@ -182,13 +186,6 @@ def check_training() -> Result:
         "wrongly. If none does, report it with the file of `--json`."
     )
     return Result("training", "failed", seen, cure)
-
-
-def _make_rows(count: int) -> tuple[Any, Any]:
-    """Make rows of six words, some of them frequent, with a number."""
-    generator = np.random.default_rng(2)
-    x = np.minimum(generator.geometric(0.2, size=(count, 6)), 30).astype("int32")
-    return x, (x[:, :1] > 3).astype("float32")
 
 
 def _make_model(rate: float) -> Any:
