@@ -39,13 +39,6 @@ _TOLERANCE = 1e-4
 Facts = Mapping[str, Any]
 
 
-def main() -> None:
-    """Try all checks; every rank runs this."""
-    for result in check_ranks():
-        if comm.local_rank() == 0:
-            print(result.line(), flush=True)
-
-
 def check_ranks() -> Iterator[Result]:
     """Check the ranks, and yield each result."""
     begin = time.perf_counter()
@@ -214,4 +207,6 @@ def _difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    for result in check_ranks():
+        if comm.local_rank() == 0:
+            print(result.line(), flush=True)
