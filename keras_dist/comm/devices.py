@@ -2,13 +2,13 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 from keras_dist.comm.world import World
-from keras_dist.lines import warn
 
 # "0": do not bind ranks to cores of their own.
 _BIND = "KERAS_DIST_BIND"
@@ -112,8 +112,9 @@ def _set_threads(world: World, *, is_binding: bool) -> int:
 
 
 def _warn_too_late(consequence: str) -> None:
-    warn(
+    warnings.warn(
         "TensorFlow had already started when keras_dist was to choose the device of "
         f"this rank, so {consequence}. Import keras_dist, or call "
-        "keras_dist.init(), before the first model or tensor is made."
+        "keras_dist.init(), before the first model or tensor is made.",
+        stacklevel=4,
     )
