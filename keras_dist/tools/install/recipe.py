@@ -151,7 +151,9 @@ def install_horovod(
             return
     facts, steps = detect(), Steps()
     places = [os.fspath(place) for place in (wheel_dir, find_links) if place]
-    how = take(places, facts, steps, mpi=mpi, nccl=nccl) if places else ""
+    most = choose(facts, mpi=mpi, nccl=nccl, is_build=False)
+    choices = [most, Choice(mpi=bool(mpi), nccl=bool(nccl))]
+    how = take(places, facts, steps, choices) if places else ""
     if not how:
         if places:
             print(f"No wheel of Horovod in {' or '.join(places)} fits: it is built.")
@@ -174,14 +176,9 @@ def install_horovod(
 
 
 def take(
-    places: Sequence[str],
-    facts: Facts,
-    steps: Steps,
-    *,
-    mpi: bool | None,
-    nccl: bool | None,
+    places: Sequence[str], facts: Facts, steps: Steps, choices: Sequence[Choice]
 ) -> str:
-    """Install a wheel that fits: one with all that works here, or that is requested.
+    """Install a wheel that fits, by the first choice of which there is one.
 
     pip knows which wheels are for this Python, processor and C library. The version of
     ours also has TensorFlow, transports and patches.
@@ -189,10 +186,9 @@ def take(
     Returns:
         What was taken, in words; empty if no wheel fits.
     """
-    most = choose(facts, mpi=mpi, nccl=nccl, is_build=False)
     links = [word for place in places for word in ("--find-links", place)]
     links += ["--no-index", "--only-binary", ":all:"]  # nothing else, and no source
-    for choice in dict.fromkeys([most, Choice(mpi=bool(mpi), nccl=bool(nccl))]):
+    for choice in dict.fromkeys(choices):
         wheel = f"horovod=={HOROVOD}+{local_version(facts.tensorflow, choice)}"
         if steps.try_to_run(f"Looking for {wheel}", [*_REPLACE, *links, wheel]):
             imports = [*_INSTALL, *RUNTIME]
