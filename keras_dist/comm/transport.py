@@ -21,6 +21,7 @@ from keras_dist.launch.monitor import end_note, record
 
 _INSTALL = "keras-dist install-horovod"
 
+# Horovod counts elements in 32 bits; NCCL in 64.
 _MOST_ELEMENTS = 2**31 - 1
 
 
@@ -174,20 +175,6 @@ def explain_errors() -> Iterator[None]:
         raise KeyboardInterrupt from None
 
 
-def _check_size(link: ModuleType, tensor: Any) -> None:
-    """Raise if the number of elements would overflow Horovod's count of 32 bits.
-
-    NCCL counts in 64 bits.
-    """
-    count = tensor.shape.num_elements()
-    if count is not None and count > _MOST_ELEMENTS and "NCCL" not in describe(link):
-        raise ValueError(
-            f"Horovod sends at most {_MOST_ELEMENTS:,} elements at once. Received: a "
-            f"tensor of the shape {tuple(tensor.shape)}, with {count:,} elements. "
-            "Divide it into smaller ones."
-        )
-
-
 def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any) -> Any:
     """Call a function of Horovod: record that this rank waits in it; explain errors.
 
@@ -197,7 +184,13 @@ def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any)
     the names of Keras layers, which differ as soon as one rank has made one more model:
     the ranks would then wait forever. So the scope is ignored.
     """
-    _check_size(link, tensor)
+    count = tensor.shape.num_elements()
+    if count is not None and count > _MOST_ELEMENTS and "NCCL" not in describe(link):
+        raise ValueError(
+            f"Horovod sends at most {_MOST_ELEMENTS:,} elements at once. Received: a "
+            f"tensor of the shape {tuple(tensor.shape)}, with {count:,} elements. "
+            "Divide it into smaller ones."
+        )
     if private.is_compiled_by_xla():
         raise RuntimeError(
             "XLA cannot compile a collective. Received: a function with "
