@@ -227,12 +227,14 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
         count = tensor.shape.num_elements()
         if count is not None and count * tensor.dtype.size >= _LARGE:
             own_name = f"{name}.large.{index}"
-            result[index] = transport.allreduce(link, tensor, name=own_name)
+            result[index] = transport.run(
+                "allreduce", link, tensor, own_name, op=link.Sum
+            )
         else:
             small[index] = tensor
     if small:
         flat = tf.concat([tf.reshape(t, [-1]) for t in small.values()], axis=0)
-        total = transport.allreduce(link, flat, name=name)
+        total = transport.run("allreduce", link, flat, name, op=link.Sum)
         sums = tf.split(total, [tf.size(tensor) for tensor in small.values()])
         for (index, tensor), own_sum in zip(small.items(), sums, strict=True):
             result[index] = tf.reshape(own_sum, tf.shape(tensor))
@@ -283,7 +285,9 @@ def total(tensor: Any, *, purpose: str, divisor: int | None = None) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    result = transport.allreduce(link, sendable(tensor), name=name_of(purpose))
+    result = transport.run(
+        "allreduce", link, sendable(tensor), name_of(purpose), op=link.Sum
+    )
     return tf.cast(result if divisor is None else result / divisor, tensor.dtype)
 
 

@@ -48,8 +48,9 @@ def choose_device(world: World, *, is_binding: bool = False) -> Device:
 
     Args:
         world: Ranks of this process.
-        is_binding: Whether to bind a rank without a GPU to cores of its own. The
-            variable KERAS_DIST_BIND=0 turns this off.
+        is_binding: Whether to bind a rank without a GPU to cores of its own, also if it
+            cannot run on all of the host. The variable KERAS_DIST_BIND=0 turns this
+            off.
 
     Returns:
         The device that is in use after the call.
@@ -81,39 +82,32 @@ def rank_cores(cores: Sequence[int], *, local_rank: int, local_size: int) -> set
     return set(sorted(cores)[local_rank * each :][:each] if each else cores)
 
 
-def is_unbound() -> bool:
-    """Return True if this process may run on all cores of the host."""
-    return len(os.sched_getaffinity(0)) == os.cpu_count()
-
-
-def _bind(cores: set[int]) -> None:
-    """Bind the threads of this process to these cores; new threads inherit it."""
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # the thread may have ended by now
-            os.sched_setaffinity(int(thread), cores)
-
-
 def _set_threads(world: World, *, is_binding: bool) -> int:
     """Set TensorFlow's threads to this rank's share of the cores; return how many."""
     chosen = tf.config.threading.get_intra_op_parallelism_threads()
     if chosen or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return int(chosen)
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // world.local_size)
+    cores = sorted(os.sched_getaffinity(0))
+    threads = max(1, len(cores) // world.local_size)
     if world.local_size == 1:
         return threads
+    # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
+    is_binding |= len(cores) == os.cpu_count()
     if is_binding and os.environ.get(_BIND) != "0":
         local = {"local_rank": world.local_rank, "local_size": world.local_size}
-        _bind(rank_cores(sorted(os.sched_getaffinity(0)), **local))
+        for thread in os.listdir("/proc/self/task"):  # new threads inherit it
+            with contextlib.suppress(OSError):  # the thread may have ended by now
+                os.sched_setaffinity(int(thread), rank_cores(cores, **local))
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         if not tf.config.threading.get_inter_op_parallelism_threads():
             tf.config.threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:
         _warn_too_late(
-            f"{world.local_size} ranks with {cores} threads each share {cores} cores"
+            f"{world.local_size} ranks with {len(cores)} threads each share "
+            f"{len(cores)} cores"
         )
-        return cores
+        return len(cores)
     return threads
 
 

@@ -11,9 +11,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
@@ -48,12 +46,10 @@ def meet(place: Place) -> None:
     if place.rank == 0:
         atexit.register(stay_for_readers)  # runs after Horovod's
 
-    def number(ranks: Sequence[Any]) -> dict[str, Any]:
-        return {"slots": make_slots(ranks)}
-
     try:
         with Meeting(place, secret, kind="rank", name=name, timeout=_TIMEOUT) as ranks:
-            found = ranks.join([name, place.local_rank, place.local_size], number)
+            own = [name, place.local_rank, place.local_size]
+            found = ranks.join(own, lambda all_: {"slots": make_slots(all_)})
     except (OSError, ValueError) as error:
         raise RuntimeError(
             f"Rank {place.rank} of {place.size}, started by {place.launcher}, does not "

@@ -7,9 +7,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from keras_dist.clusters import Place, find_place
+from keras_dist.clusters import find_place
 from keras_dist.comm import transport
-from keras_dist.comm.devices import Device, choose_device, is_unbound
+from keras_dist.comm.devices import Device, choose_device
 from keras_dist.comm.rendezvous import meet
 from keras_dist.comm.world import (
     World,
@@ -34,14 +34,13 @@ class _Runtime:
         device: Set by `prepare`.
         world: Set by `start`; `None` before.
         link: Set by `start`; `None` on one rank.
-        has_ended: Set by `stop`, on several ranks.
-        failure: Why the ranks could not meet: they do not try again.
+        failure: Why the ranks could not meet, or that they have ended: they do not try
+            again.
     """
 
     device: Device | None = None
     world: World | None = None
     link: ModuleType | None = field(default=None, repr=False)
-    has_ended: bool = False
     failure: RuntimeError | None = None
 
 
@@ -73,8 +72,7 @@ def prepare() -> None:
         return
     _mark_process()
     seed_generators(place.job)
-    # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
-    is_binding = place.launcher == "horovodrun" or is_unbound()
+    is_binding = place.launcher == "horovodrun"
     _runtime.device = choose_device(world_at(place), is_binding=is_binding)
 
 
@@ -124,12 +122,6 @@ def start() -> World:
             _runtime.world = world_at(place)
         else:
             check_not_elastic()
-            if _runtime.has_ended:
-                raise RuntimeError(
-                    "Horovod was shut down in this process, and cannot be started "
-                    "again: it would crash. Received: a call that needs the other "
-                    "ranks. Call `shutdown` at the end of the script."
-                )
             if _runtime.failure is not None:
                 raise _runtime.failure
             if place.address:
@@ -139,24 +131,24 @@ def start() -> World:
                     _runtime.failure = error
                     raise
                 _mark_process()
-            _runtime.world = _connect(place)
+            before = watchdog.threads()
+            _runtime.link = transport.connect(place.launcher, world_at(place))
+            world = transport.world_of(_runtime.link)
+            started = watchdog.threads() - before  # by Horovod
+            watchdog.start(rank=world.rank, size=world.size, ignored_threads=started)
+            _runtime.world = world
     return _runtime.world
-
-
-def _connect(place: Place) -> World:
-    before = watchdog.threads()
-    _runtime.link = transport.connect(place.launcher, world_at(place))
-    world = transport.world_of(_runtime.link)
-    horovod_threads = watchdog.threads() - before
-    watchdog.start(rank=world.rank, size=world.size, ignored_threads=horovod_threads)
-    return world
 
 
 def stop() -> None:
     """End the connection to the other ranks, for good."""
     if _runtime.link is not None:
         _runtime.link.shutdown()
-        _runtime.has_ended = True
+        _runtime.failure = RuntimeError(
+            "Horovod was shut down in this process, and cannot be started again: it "
+            "would crash. Received: a call that needs the other ranks. Call "
+            "`shutdown` at the end of the script."
+        )
     _runtime.link = _runtime.world = None
 
 

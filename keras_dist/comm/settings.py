@@ -5,7 +5,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from keras_dist.launch.monitor import watchdog
 
@@ -67,18 +67,10 @@ def prepare(*, is_on_cpu: bool) -> None:
         os.environ.setdefault(_YIELD, "1")
         if not os.path.exists(_XPMEM):
             os.environ.setdefault(_COPY, "none")
-    bridges = bridges_in([name for _, name in socket.if_nameindex()])
+    names = [name for _, name in socket.if_nameindex()]
+    bridges = [name for name in names if _BRIDGE.fullmatch(name)]
     if bridges and _INCLUDE not in os.environ:
         os.environ.setdefault(_EXCLUDE, ",".join([*_DEFAULT_EXCLUDED, *bridges]))
-
-
-def bridges_in(names: Sequence[str]) -> list[str]:
-    """Pick the network interfaces that lead to containers of this host alone.
-
-    >>> bridges_in(["lo", "eth0", "docker0", "br-0123456789ab", "br0", "virbr0"])
-    ['docker0', 'br-0123456789ab', 'virbr0']
-    """
-    return [name for name in names if _BRIDGE.fullmatch(name)]
 
 
 @contextlib.contextmanager

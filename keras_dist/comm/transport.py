@@ -21,6 +21,7 @@ from keras_dist.launch.monitor import end_note, record
 
 _INSTALL = "keras-dist install-horovod"
 
+# Horovod counts elements in 32 bits; NCCL in 64.
 _MOST_ELEMENTS = 2**31 - 1
 
 
@@ -38,17 +39,24 @@ def connect(launcher: str, expected: World) -> ModuleType:
             connects other processes than the launcher started.
     """
     is_on_cpu = not tf.config.get_visible_devices("GPU")
-    if is_on_cpu:
-        settings.set_for_cpu()
     starting = contextlib.ExitStack()
     if launcher.startswith("mpirun"):
         settings.prepare(is_on_cpu=is_on_cpu)
         starting.enter_context(settings.limit_start(expected.rank, expected.size))
     if is_on_cpu:
+        settings.set_for_cpu()
         starting.enter_context(_batch_scheduling())
     try:
         horovod = importlib.import_module("horovod.tensorflow")
-        with starting, _ended_by_ctrl_c():
+        with starting:
+            if (
+                threading.current_thread() is threading.main_thread()
+                and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            ):
+                # Ctrl-C ends this process at once: Python would see it only after all
+                # ranks have come, of which one may have left.
+                before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+                starting.callback(signal.signal, signal.SIGINT, before)
             horovod.init()
     except Exception as error:  # after any error the user has to build Horovod again
         raise RuntimeError(
@@ -82,23 +90,6 @@ def _leave_horovod(shutdown: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Context manager in which Ctrl-C ends this process at once.
-
-    Python would see it only after all ranks have come, of which one may have left.
-    """
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (is_default and threading.current_thread() is threading.main_thread()):
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
 def _batch_scheduling() -> Iterator[None]:
     """Threads started in the block do not preempt other threads when they wake up.
 
@@ -109,17 +100,16 @@ def _batch_scheduling() -> Iterator[None]:
     next tick of the system's scheduler, which costs some milliseconds in every
     collective. Source: `Pair::handleEvents` of Gloo.
     """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
+    before = os.sched_getscheduler(0)
     # A thread inherits the policy of the thread that starts it.
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if before == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        with contextlib.suppress(OSError):  # as where the policy has priorities
+            os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def world_of(link: ModuleType) -> World:
@@ -185,20 +175,6 @@ def explain_errors() -> Iterator[None]:
         raise KeyboardInterrupt from None
 
 
-def _check_size(link: ModuleType, tensor: Any) -> None:
-    """Raise if the number of elements would overflow Horovod's count of 32 bits.
-
-    NCCL counts in 64 bits.
-    """
-    count = tensor.shape.num_elements()
-    if count is not None and count > _MOST_ELEMENTS and "NCCL" not in describe(link):
-        raise ValueError(
-            f"Horovod sends at most {_MOST_ELEMENTS:,} elements at once. Received: a "
-            f"tensor of the shape {tuple(tensor.shape)}, with {count:,} elements. "
-            "Divide it into smaller ones."
-        )
-
-
 def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any) -> Any:
     """Call a function of Horovod: record that this rank waits in it; explain errors.
 
@@ -208,7 +184,13 @@ def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any)
     the names of Keras layers, which differ as soon as one rank has made one more model:
     the ranks would then wait forever. So the scope is ignored.
     """
-    _check_size(link, tensor)
+    count = tensor.shape.num_elements()
+    if count is not None and count > _MOST_ELEMENTS and "NCCL" not in describe(link):
+        raise ValueError(
+            f"Horovod sends at most {_MOST_ELEMENTS:,} elements at once. Received: a "
+            f"tensor of the shape {tuple(tensor.shape)}, with {count:,} elements. "
+            "Divide it into smaller ones."
+        )
     if private.is_compiled_by_xla():
         raise RuntimeError(
             "XLA cannot compile a collective. Received: a function with "
@@ -219,14 +201,3 @@ def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any)
     with record_wait(name):
         options |= {"name": name, "ignore_name_scope": True}
         return getattr(link, function)(tensor, **options)
-
-
-def allreduce(link: ModuleType, tensor: Any, *, name: str) -> Any:
-    """Sum the tensors of all ranks; bitwise the same on every rank.
-
-    Args:
-        link: The link to the other ranks.
-        tensor: A tensor of the same shape and dtype on every rank.
-        name: Name of the collective, the same on all ranks.
-    """
-    return run("allreduce", link, tensor, name, op=link.Sum)

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 from keras_dist.clusters import Place, find_place
+from keras_dist.launch.monitor.rank_process import JOB_IDS
 
 # Number and count of the tasks that were started together, as variables of programs
 # that do not say how these find each other: they would train side by side.
@@ -19,14 +20,7 @@ _PMIX_RANK = "PMIX_RANK"
 _ELASTIC = "HOROVOD_ELASTIC"
 
 # Variables that launchers set to a different value in each job, or for each task.
-_JOBS = (
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    "PMIX_NAMESPACE",
-    "PMI_JOBID",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-)
+_JOBS = (*JOB_IDS, "SLURM_STEP_ID", "SLURM_PROCID")
 
 
 @dataclass(frozen=True)

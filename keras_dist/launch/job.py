@@ -73,9 +73,8 @@ def run_job(
         ValueError: If the hosts cannot meet.
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    others = [signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
     with reaper(job := secrets.token_hex(8)):  # is forked, so before the first thread
-        stopped = note_signals(*others)
+        stopped = note_signals()
         if over_ssh:
             threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
         meeting = Meeting(
@@ -158,7 +157,7 @@ class _Host:
                 report = Report(error=str(error))
             if self.meeting.is_cut:
                 return 128 + signal.SIGHUP
-            received = self.meeting.signals.get(self.number, 0)
+            received, *_ = self.meeting.signals.get(self.number, [0])
             end = self.meeting.gather(
                 f"report.{start}",
                 asdict(replace(report, signal=received)),
@@ -173,11 +172,11 @@ class _Host:
     def _find_stop(self, reports: str) -> int:
         """Return the number of the signal that ends the ranks now; 0 for none."""
         signals = self.meeting.signals
-        if self.meeting.is_urgent:
+        if any(numbers.count(signal.SIGINT) > 1 for numbers in signals.values()):
             return signal.SIGKILL
         if self.number in signals:
-            return signals[self.number]
-        if saving := [number for number in signals.values() if number in SAVING]:
+            return signals[self.number][0]
+        if saving := [first for first, *_ in signals.values() if first in SAVING]:
             return saving[0]
         found = map(parse_report, self.meeting.find(reports))
         have_failed = not all(report.is_finished for report in found)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from signal import SIGHUP, SIGINT
+from signal import SIGHUP
 from typing import Any
 
 from keras_dist.clusters import Place
@@ -137,20 +137,12 @@ class Meeting:
         return [k for k, seconds in self._silent.items() if seconds > LOST_SECONDS]
 
     @property
-    def signals(self) -> dict[int, int]:
-        """The first signal that each member has received, by the member's number."""
+    def signals(self) -> dict[int, Sequence[int]]:
+        """The signals that each member has received, if any, by its number."""
         beats = {k: self._values.get(f"beat.{k}") or [0] for k in self._silent}
-        signals = {k: beat[1] for k, beat in beats.items() if beat[1:]}
-        if self._stopped:
-            signals[self._number] = self._stopped[0]
-        return signals
-
-    @property
-    def is_urgent(self) -> bool:
-        """True if some member has received Ctrl-C for the second time."""
-        beats = [self._values.get(f"beat.{k}") or [0] for k in self._silent]
-        received = [self._stopped, *(beat[1:] for beat in beats)]
-        return any(signals.count(SIGINT) > 1 for signals in received)
+        signals = {k: beat[1:] for k, beat in beats.items()}
+        signals[self._number] = self._stopped
+        return {k: numbers for k, numbers in signals.items() if numbers}
 
     def find(self, name: str) -> list[Any]:
         """Return the values that members have given to `gather` so far."""
@@ -173,9 +165,9 @@ class Meeting:
         def look() -> None:
             nonlocal said
             signals = self.signals
-            if number := signals.get(self._number) or signals.get(0):
+            if numbers := signals.get(self._number) or signals.get(0):
                 self._put(f"join.{self._number}", None)  # another one may come
-                raise Interrupted(number)
+                raise Interrupted(numbers[0])
             if self._number:
                 return
             missing, now = self._find_missing("join"), time.monotonic()

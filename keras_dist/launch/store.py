@@ -156,13 +156,12 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             value = self.server.values.get(self.path)
             if self.path.endswith(_ALL):
-                prefix, values = self.path.removesuffix(_ALL), self.server.values
-                paths = [path for path in values if path.startswith(prefix)]
-                lines = [
-                    path.rpartition("/")[2].encode() + b" " + values[path]
-                    for path in paths
-                ]
-                value = b"\n".join(lines)
+                prefix = self.path.removesuffix(_ALL)
+                value = b"\n".join(
+                    path.rpartition("/")[2].encode() + b" " + each
+                    for path, each in self.server.values.items()
+                    if path.startswith(prefix)
+                )
         self._answer(
             HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b""
         )

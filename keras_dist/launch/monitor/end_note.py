@@ -20,8 +20,6 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Name of the note in the store.
 _NAME = "ended"
 
-_SECONDARY = "Another rank has ended while this one waited for it."
-
 # Seconds for which the rank with the store stays, so that others read its note.
 _READ_SECONDS = 1.0
 
@@ -65,9 +63,8 @@ def note_end(rank: int) -> None:
 def describe_ended_rank() -> str:
     """Return why a collective has ended early: by which rank, if that is known."""
     note = (store := find_store()) and store.get(_NAME)
-    return (
-        f"{_SECONDARY} {note or 'Its own error, printed by that rank, is the cause.'}"
-    )
+    note = note or "Its own error, printed by that rank, is the cause."
+    return f"Another rank has ended while this one waited for it. {note}"
 
 
 def stay_for_readers() -> None:

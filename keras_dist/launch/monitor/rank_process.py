@@ -37,7 +37,13 @@ DISTRIBUTE = "KERAS_DIST"
 
 # `keras-dist run` draws a seed for each job; other launchers give all ranks an id.
 SEED = "KERAS_DIST_SEED"
-_IDS = "HOROVOD_GLOO_RENDEZVOUS_PORT PMIX_NAMESPACE OMPI_MCA_ess_base_jobid PMI_JOBID"
+JOB_IDS = (
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PMI_JOBID",
+    "SLURM_JOB_ID",
+)
 
 # The errors with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit", "SavedInterrupt"
@@ -125,8 +131,7 @@ def seed_generators(job: str = "") -> None:
     """
     import numpy as np  # noqa: PLC0415 - the launcher and `install-horovod` have none
 
-    ids = map(os.environ.get, f"{_IDS} SLURM_JOB_ID".split())
-    found = next(filter(None, ids), job)
+    found = next(filter(None, map(os.environ.get, JOB_IDS)), job)
     given = os.environ.get(SEED) or (found and str(zlib.crc32(found.encode())))
     if given and not given.strip().removeprefix("-").isdecimal():
         raise ValueError(f"{SEED} must be a whole number. Received: {SEED}={given}")

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.callbacks.broadcast_variables import state_variables
 from keras_dist.fit import dist_fit
 from keras_dist.launch.hosts import addresses, num_gpus
 from keras_dist.tools.check.host import (
@@ -36,13 +37,6 @@ _BATCH, _RATE = 8, 0.01
 _TOLERANCE = 1e-4
 
 Facts = Mapping[str, Any]
-
-
-def main() -> None:
-    """Try all checks; every rank runs this."""
-    for result in check_ranks():
-        if comm.local_rank() == 0:
-            print(result.line(), flush=True)
 
 
 def check_ranks() -> Iterator[Result]:
@@ -161,16 +155,20 @@ def check_training() -> Result:
     """Check that all ranks train the model that plain Keras trains on one process."""
     # TF32 rounds to ten bits, which the tolerance does not expect.
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    x, y = _make_rows(3 * _BATCH * comm.size() + 5)  # the last batch is not full
+    # Rows of six words, some of them frequent; the last batch is not full.
+    shape = 3 * _BATCH * comm.size() + 5, 6
+    x = np.random.default_rng(2).geometric(0.2, shape)
+    x = np.minimum(x, 30).astype("int32")
+    y = (x[:, :1] > 3).astype("float32")
     fit: dict[str, Any] = {"shuffle": False, "epochs": 2, "verbose": 0}
     model = _make_model(_RATE)
     dist_fit(model, x, y, batch_size=_BATCH, **fit)
-    trained, expected = _state(model), None
+    trained, expected = list(map(comm.to_array, state_variables(model))), None
     if comm.rank() == 0:
         single = _make_model(_RATE * comm.size())  # as `dist_fit` scales the rate
         single.fit(x, y, batch_size=_BATCH * comm.size(), **fit)
         single.optimizer.learning_rate = _RATE  # which `dist_fit` leaves as it was
-        expected = _state(single)
+        expected = list(map(comm.to_array, state_variables(single)))
     # A NaN is the largest.
     gap = np.max(comm.gather(_difference(trained, comm.broadcast(expected))))
     seen = f"{gap:.1e} from plain Keras on one process (at most {_TOLERANCE:.0e})"
@@ -181,13 +179,6 @@ def check_training() -> Result:
         "wrongly. If none does, report it with the file of `--json`."
     )
     return Result("training", "failed", seen, cure)
-
-
-def _make_rows(count: int) -> tuple[Any, Any]:
-    """Make rows of six words, some of them frequent, with a number."""
-    generator = np.random.default_rng(2)
-    x = np.minimum(generator.geometric(0.2, size=(count, 6)), 30).astype("int32")
-    return x, (x[:, :1] > 3).astype("float32")
 
 
 def _make_model(rate: float) -> Any:
@@ -208,11 +199,6 @@ def _make_model(rate: float) -> Any:
     return model
 
 
-def _state(model: Any) -> list[Any]:
-    variables = [*model.weights, *model.optimizer.variables]
-    return [np.array(keras.ops.convert_to_numpy(each)) for each in variables]
-
-
 def _difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
     """Return the largest difference, relative to the largest number of its array."""
     pairs = zip(arrays, expected, strict=True)
@@ -221,4 +207,6 @@ def _difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    for result in check_ranks():
+        if comm.local_rank() == 0:
+            print(result.line(), flush=True)

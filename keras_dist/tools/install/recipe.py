@@ -151,7 +151,9 @@ def install_horovod(
             return
     facts, steps = detect(), Steps()
     places = [os.fspath(place) for place in (wheel_dir, find_links) if place]
-    how = take(places, facts, steps, mpi=mpi, nccl=nccl) if places else ""
+    most = choose(facts, mpi=mpi, nccl=nccl, is_build=False)
+    choices = [most, Choice(mpi=bool(mpi), nccl=bool(nccl))]
+    how = take(places, facts, steps, choices) if places else ""
     if not how:
         if places:
             print(f"No wheel of Horovod in {' or '.join(places)} fits: it is built.")
@@ -161,18 +163,22 @@ def install_horovod(
         choice = choose(facts, mpi=mpi, nccl=nccl)
         build_and_install(facts, choice, steps, wheel_dir)
         how = "built"
-    print(verify(how))
+    installed, error = probe()
+    if installed is None or not installed.is_patched:
+        error = f"cannot be imported:\n{error}"
+        if installed is not None:
+            error = (
+                "another one, without keras_dist's patches, is imported: "
+                f"{installed.folder}. Perhaps it comes first in Python's search path."
+            )
+        raise RuntimeError(f"Horovod {HOROVOD} was {how} and installed, but {error}")
+    print(installed)
 
 
 def take(
-    places: Sequence[str],
-    facts: Facts,
-    steps: Steps,
-    *,
-    mpi: bool | None,
-    nccl: bool | None,
+    places: Sequence[str], facts: Facts, steps: Steps, choices: Sequence[Choice]
 ) -> str:
-    """Install a wheel that fits: one with all that works here, or that is requested.
+    """Install a wheel that fits, by the first choice of which there is one.
 
     pip knows which wheels are for this Python, processor and C library. The version of
     ours also has TensorFlow, transports and patches.
@@ -180,10 +186,9 @@ def take(
     Returns:
         What was taken, in words; empty if no wheel fits.
     """
-    most = choose(facts, mpi=mpi, nccl=nccl, is_build=False)
     links = [word for place in places for word in ("--find-links", place)]
     links += ["--no-index", "--only-binary", ":all:"]  # nothing else, and no source
-    for choice in dict.fromkeys([most, Choice(mpi=bool(mpi), nccl=bool(nccl))]):
+    for choice in dict.fromkeys(choices):
         wheel = f"horovod=={HOROVOD}+{local_version(facts.tensorflow, choice)}"
         if steps.try_to_run(f"Looking for {wheel}", [*_REPLACE, *links, wheel]):
             imports = [*_INSTALL, *RUNTIME]
@@ -197,7 +202,7 @@ def build_and_install(
     facts: Facts,
     choice: Choice,
     steps: Steps,
-    wheel_dir: str | os.PathLike[str] | None = None,
+    wheel_dir: str | os.PathLike[str] | None,
 ) -> None:
     """Build a wheel in a temporary folder, install it, and keep it in `wheel_dir`."""
     print(f"Building Horovod {HOROVOD} for TensorFlow {facts.tensorflow}.")
@@ -209,21 +214,3 @@ def build_and_install(
         if wheel_dir is not None:
             fetch = [*PIP, "download", "--no-deps", "-d", str(wheel_dir)]
             steps.run(f"Keeping it in {wheel_dir}", [*fetch, str(wheel), *RUNTIME])
-
-
-def verify(how: str) -> Built:
-    """Import the new Horovod in a new interpreter, and return what it is.
-
-    Raises:
-        RuntimeError: If it cannot be imported, or lacks our patches.
-    """
-    installed, error = probe()
-    if installed is not None and installed.is_patched:
-        return installed
-    error = f"cannot be imported:\n{error}"
-    if installed is not None:
-        error = (
-            "another one, without keras_dist's patches, is imported: "
-            f"{installed.folder}. Perhaps it comes first in Python's search path."
-        )
-    raise RuntimeError(f"Horovod {HOROVOD} was {how} and installed, but {error}")
