@@ -73,8 +73,9 @@ def run_job(
         ValueError: If the hosts cannot meet.
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    others = [signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
     with reaper(job := secrets.token_hex(8)):  # is forked, so before the first thread
-        stopped = note_signals()
+        stopped = note_signals(*others)
         if over_ssh:
             threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
         meeting = Meeting(

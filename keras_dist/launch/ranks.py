@@ -35,9 +35,8 @@ _TICK = 0.1
 # Seconds to wait after SIGKILL.
 _KILL_SECONDS = 5.0
 
-# Signals that give the ranks time to save; and all that stop a job.
-SAVING = SIGINT, SIGTERM, SIGUSR1
-_STOPS = *SAVING, SIGHUP
+# Signals that stop a job; and those that give the ranks time to save.
+_STOPS, SAVING = (SIGINT, SIGTERM, SIGHUP), (SIGINT, SIGTERM, SIGUSR1)
 
 # Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -289,7 +288,7 @@ def _reap(job: str, reader: int) -> None:
     """In the forked process, wait until the pipe is closed, and end the job."""
     try:
         os.setsid()
-        for number in _STOPS:
+        for number in (*_STOPS, SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         os.dup2(reader, 0)
         devnull = os.open(os.devnull, os.O_RDWR)
@@ -305,13 +304,14 @@ def _reap(job: str, reader: int) -> None:
         os._exit(0)
 
 
-def note_signals() -> list[int]:
+def note_signals(*others: signal.Signals) -> list[int]:
     """Return a list to which signals that stop a job are appended from now on.
 
-    They do not end this process. By `nohup` it ignores SIGHUP.
+    They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process. By
+    `nohup` it ignores SIGHUP.
     """
     stopped: list[int] = []
-    for number in _STOPS:
+    for number in (*_STOPS, *others):
         if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: stopped.append(number))
     return stopped
