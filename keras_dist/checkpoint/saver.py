@@ -323,12 +323,12 @@ class Saver(keras.callbacks.Callback):
         """
         model, session = self.model, session_of(self.model)
         spec = getattr(self._feed.data, "element_spec", None)
-        spec = spec[0] if session.is_marked and spec else spec
+        spec = spec[0] if session.feed.is_marked and spec else spec
         with comm.together():
             if losses.is_keras_method(model, "train_step"):
                 build.build_early(model, spec)
         if all(comm.gather(states.describe_model(model) == saved.model)):
-            session.traced.use_trial(session.traced.trial)  # the first step counts rows
+            session.traced.global_rows = None  # the first step counts rows
             build.start_built(model, session)
         elif saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()

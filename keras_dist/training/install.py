@@ -189,7 +189,7 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
         averaging_of(model),
         session.knows_rows,
         session.may_read_on,
-        session.is_marked,
+        session.feed.is_marked,
         session.feed.is_strided,
         session.feed.class_weight,
     )

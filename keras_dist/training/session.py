@@ -135,7 +135,7 @@ class TracedFunctions:
         if not _is_same(self._compiled, compiled):
             self._functions = (None, None)
         if self._compiled != compiled:
-            self.use_trial(None)
+            self.trial = self.global_rows = None
         self._compiled = compiled
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
@@ -146,14 +146,6 @@ class TracedFunctions:
     def next_step(self) -> Any:
         """Count a step of this fit, and return its number; in a graph or not."""
         return self._steps.assign_add(1, read_value=True)
-
-    def split(self, is_split: bool) -> None:
-        """Set whether XLA compiles parts of a step."""
-        self.is_split = is_split
-
-    def use_trial(self, trial: Trial | None, global_rows: int | None = None) -> None:
-        """Set what the steps are traced with; `None` if they have to be tried."""
-        self.trial, self.global_rows = trial, global_rows
 
     def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
@@ -323,11 +315,6 @@ class Session:
         is_known = self.feed.plan.steps_before is not None and comm.size() > 1
         return self.feed.epoch is not None or is_known
 
-    @property
-    def is_marked(self) -> bool:
-        """True if batches to train on come with a mark."""
-        return self.feed.is_marked
-
     def split_mark(self, data: Any) -> tuple[Any, Any]:
         """Split what a train step is given into the batch and its mark.
 
@@ -336,7 +323,7 @@ class Session:
             own and not a copy: a boolean scalar, or `None` if it always is.
         """
         has_rows = None
-        if self.is_marked:
+        if self.feed.is_marked:
             data, mark = data
             has_rows = tf.cast(tf.reshape(mark, []), tf.bool)
         return self.feed.add_class_weights(data), has_rows

@@ -77,7 +77,7 @@ class DistributedStep(PredictsAlone):
     ) -> Any:
         # KerasHub's `fit` maps this over the batches, marks and all.
         own = super().preprocess_samples  # type: ignore[misc]
-        if self._distributed_session.is_marked and is_mark(y):
+        if self._distributed_session.feed.is_marked and is_mark(y):
             return add_mark(own(*keras.utils.unpack_x_y_sample_weight(x)), y)
         return own(x, y, sample_weight)
 
@@ -88,8 +88,7 @@ class DistributedStep(PredictsAlone):
         session.is_traced = False
         check_again(self)
         asked = self.jit_compile
-        is_split = bool(asked) and comm.size() > 1
-        session.traced.split(is_split)
+        is_split = session.traced.is_split = bool(asked) and comm.size() > 1
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not is_split
         try:
@@ -123,7 +122,7 @@ class DistributedStep(PredictsAlone):
         plain, session = super().compile, self._distributed_session  # type: ignore[misc]
         session.end_leftover(self)
         plain(*args, **kwargs)
-        session.traced.use_trial(None)
+        session.traced.trial = session.traced.global_rows = None
         for prepare in session.on_compile:
             prepare()
 
@@ -282,7 +281,7 @@ def compute_gradients(model: Any, step: Callable[[Any], Any], data: Any) -> Any:
     reason = recorded.why_not(data)
     if reason is None:
         return recorded.run(data)
-    session.traced.split(False)
+    session.traced.is_split = False
     if comm.rank() == 0:
         warn(f"Training without XLA: {reason}.")
     return step(data)
@@ -326,8 +325,8 @@ def _start(model: Any, data: Any) -> None:
         trial.warn(model, result)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {result}")
-    global_rows = int(comm.sum(int(num_rows(data))))
-    session.traced.use_trial(result or trial.Trial(), global_rows)
+    session.traced.global_rows = int(comm.sum(int(num_rows(data))))
+    session.traced.trial = result or trial.Trial()
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
