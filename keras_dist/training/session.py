@@ -178,22 +178,9 @@ def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return all(old is new or old == new for old, new in pairs)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation: who runs it, and on which data.
-
-    Args:
-        runs_on_all: Whether all ranks run it, with results over all rows.
-        has_rows: `False` if this rank evaluates a row of another rank, since it has
-            none.
-    """
-
-    runs_on_all: bool = True
-    has_rows: bool = True
-
-
-# The evaluation of a callback, which may run on one rank only.
-ALONE = Evaluation(runs_on_all=False)
+# The data of an evaluation of a callback, which may run on one rank only. All ranks run
+# the others, with results over all rows.
+ALONE = Feed(data=None)
 
 
 @dataclass
@@ -216,10 +203,10 @@ class Session:
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
         feeds: All data, which holds errors that the user's data raised.
-        validation: How Keras's loop evaluates.
+        validation: The data on which Keras's loop evaluates.
         averages: Whether the state of metrics is summed over all ranks.
-        next_evaluation: What `Model.evaluate` runs when it is called next.
-        evaluation: What is running; `None` in a training.
+        next_evaluation: What `Model.evaluate` evaluates on when it is called next.
+        evaluation: The data of the evaluation that is running; `None` in a training.
         is_awaited: Whether the other ranks wait for this one in an exchange in which
             it can tell them an error.
         rows_restored: Rows of this epoch that the process before a resume trained on.
@@ -240,10 +227,10 @@ class Session:
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
     feeds: tuple[Feed, ...] = ()
-    validation: Evaluation = Evaluation()
+    validation: Feed = Feed(data=None)
     averages: bool = False
-    next_evaluation: Evaluation = ALONE
-    evaluation: Evaluation | None = None
+    next_evaluation: Feed = ALONE
+    evaluation: Feed | None = None
     is_awaited: bool = False
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
@@ -266,7 +253,7 @@ class Session:
         self.feed, self.feeds = training, (training,)
         if validation is not None:
             self.feeds += (validation,)
-            self.validation = Evaluation(has_rows=validation.has_rows)
+            self.validation = validation
         if training.division is not None:
             self._set_position(training.division, training.division.begin)
 
@@ -367,11 +354,11 @@ class Session:
         """Return True if a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self.averages:
             return False
-        return self.evaluation is None or self.evaluation.runs_on_all
+        return self.evaluation is not ALONE
 
     def begin_steps(self) -> None:
         """Note that steps come, or an evaluation, in which the others wait for it."""
-        self.is_awaited = self.evaluation is not None and self.evaluation.runs_on_all
+        self.is_awaited = self.evaluation is not None and self.evaluation is not ALONE
 
     def end_steps(self) -> None:
         """Note that Keras's loop has its result over all ranks.
@@ -389,21 +376,21 @@ class Session:
         """
         evaluation = self.validation if is_of_fit else self.next_evaluation
         before = self.evaluation, self.is_awaited, self.next_evaluation
-        self.evaluation, self.is_awaited = evaluation, evaluation.runs_on_all
+        self.evaluation, self.is_awaited = evaluation, evaluation is not ALONE
         self.next_evaluation = ALONE  # of a callback
         try:
             with self.raise_on_all():
                 yield
         finally:
             self.evaluation, self.is_awaited, self.next_evaluation = before
-            self.is_awaited &= not evaluation.runs_on_all
+            self.is_awaited &= evaluation is ALONE
 
     @contextlib.contextmanager
     def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
         """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
         before = self.averages, self.evaluation, self.next_evaluation, self.feeds
         self.averages, self.evaluation = True, None
-        self.next_evaluation = Evaluation(has_rows=feed.has_rows)
+        self.next_evaluation = feed
         self.feeds = (*self.feeds, feed)
         try:
             yield
