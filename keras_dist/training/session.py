@@ -202,7 +202,6 @@ class Session:
         has_run: Whether the model's own train step has begun in this fit.
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
-        feeds: All data, which holds errors that the user's data raised.
         validation: The data on which Keras's loop evaluates.
         averages: Whether the state of metrics is summed over all ranks.
         next_evaluation: What `Model.evaluate` evaluates on when it is called next.
@@ -226,7 +225,6 @@ class Session:
     has_run: bool = False
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
-    feeds: tuple[Feed, ...] = ()
     validation: Feed = Feed(data=None)
     averages: bool = False
     next_evaluation: Feed = ALONE
@@ -250,12 +248,14 @@ class Session:
 
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""
-        self.feed, self.feeds = training, (training,)
-        if validation is not None:
-            self.feeds += (validation,)
-            self.validation = validation
+        self.feed, self.validation = training, validation or self.validation
         if training.division is not None:
             self._set_position(training.division, training.division.begin)
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """The data that may hold an error which the user's data raised."""
+        return [self.feed, self.validation, self.evaluation or ALONE]
 
     def call_at_start(self, hook: Callable[[], None], *, index: int = -1) -> None:
         """Add a hook behind `index` others, or behind all, unless it is there."""
@@ -388,14 +388,12 @@ class Session:
     @contextlib.contextmanager
     def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
         """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
-        before = self.averages, self.evaluation, self.next_evaluation, self.feeds
-        self.averages, self.evaluation = True, None
-        self.next_evaluation = feed
-        self.feeds = (*self.feeds, feed)
+        before = self.averages, self.evaluation, self.next_evaluation
+        self.averages, self.evaluation, self.next_evaluation = True, None, feed
         try:
             yield
         finally:
-            self.averages, self.evaluation, self.next_evaluation, self.feeds = before
+            self.averages, self.evaluation, self.next_evaluation = before
 
     @contextlib.contextmanager
     def on_this_rank(self) -> Iterator[None]:
