@@ -328,7 +328,7 @@ class Saver(keras.callbacks.Callback):
             if losses.is_keras_method(model, "train_step"):
                 build.build_early(model, spec)
         if all(comm.gather(states.describe_model(model) == saved.model)):
-            session.traced.global_rows = None  # the first step counts rows
+            session.traced.use_trial(session.traced.trial)  # the first step counts rows
             build.start_built(model, session)
         elif saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()

@@ -135,7 +135,7 @@ class TracedFunctions:
         if not _is_same(self._compiled, compiled):
             self._functions = (None, None)
         if self._compiled != compiled:
-            self.trial = self.global_rows = None
+            self.use_trial(None)
         self._compiled = compiled
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
@@ -146,6 +146,14 @@ class TracedFunctions:
     def next_step(self) -> Any:
         """Count a step of this fit, and return its number; in a graph or not."""
         return self._steps.assign_add(1, read_value=True)
+
+    def split(self, is_split: bool) -> None:
+        """Set whether XLA compiles parts of a step."""
+        self.is_split = is_split
+
+    def use_trial(self, trial: Trial | None, global_rows: int | None = None) -> None:
+        """Set what the steps are traced with; `None` if they have to be tried."""
+        self.trial, self.global_rows = trial, global_rows
 
     def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""

@@ -88,7 +88,8 @@ class DistributedStep(PredictsAlone):
         session.is_traced = False
         check_again(self)
         asked = self.jit_compile
-        is_split = session.traced.is_split = bool(asked) and comm.size() > 1
+        is_split = bool(asked) and comm.size() > 1
+        session.traced.split(is_split)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
         self.jit_compile = asked and not is_split
         try:
@@ -122,7 +123,7 @@ class DistributedStep(PredictsAlone):
         plain, session = super().compile, self._distributed_session  # type: ignore[misc]
         session.end_leftover(self)
         plain(*args, **kwargs)
-        session.traced.trial = session.traced.global_rows = None
+        session.traced.use_trial(None)
         for prepare in session.on_compile:
             prepare()
 
@@ -281,7 +282,7 @@ def compute_gradients(model: Any, step: Callable[[Any], Any], data: Any) -> Any:
     reason = recorded.why_not(data)
     if reason is None:
         return recorded.run(data)
-    session.traced.is_split = False
+    session.traced.split(False)
     if comm.rank() == 0:
         warn(f"Training without XLA: {reason}.")
     return step(data)
@@ -325,8 +326,8 @@ def _start(model: Any, data: Any) -> None:
         trial.warn(model, result)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {result}")
-    session.traced.global_rows = int(comm.sum(int(num_rows(data))))
-    session.traced.trial = result or trial.Trial()
+    global_rows = int(comm.sum(int(num_rows(data))))
+    session.traced.use_trial(result or trial.Trial(), global_rows)
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
