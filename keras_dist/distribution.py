@@ -175,8 +175,6 @@ _METHODS: dict[tuple[Any, str], Callable[..., Any]] = {
 
 def _meet(model: Any, name: str) -> None:
     """Compare what all ranks call; an error names the lines of those that differ."""
-    if comm.size() == 1:
-        return
     call = f"`{name}` of a {model.__class__.__name__} at {find_caller()}"
     try:
         comm.agree(

@@ -73,16 +73,14 @@ def _reduce_as_plain(self: Any, protocol: Any) -> Any:
 
     Pickle looks a class up by its name, and finds that one.
     """
-    own: Any = type(self)
-    while "_keras_dist_own" in own.__dict__:
-        own = own._keras_dist_own
+    own = self.__class__
     reduced = own.__reduce_ex__(self, protocol)
     if isinstance(reduced, str):
         return reduced
     function, arguments, *rest = reduced
     if getattr(function, "__self__", None) is type(self):  # a class method
-        function = getattr(self.__class__, function.__name__)
-    plain = (self.__class__ if a is type(self) else a for a in arguments)
+        function = getattr(own, function.__name__)
+    plain = (own if a is type(self) else a for a in arguments)
     return function, tuple(plain), *rest
 
 

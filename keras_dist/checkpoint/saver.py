@@ -321,7 +321,7 @@ class Saver(keras.callbacks.Callback):
         """
         model, session = self.model, session_of(self.model)
         spec = getattr(self._feed.data, "element_spec", None)
-        spec = spec[0] if session.is_marked and spec else spec
+        spec = spec[0] if session.feed.is_marked and spec else spec
         with comm.together():
             if losses.is_keras_method(model, "train_step"):
                 build.build_early(model, spec)

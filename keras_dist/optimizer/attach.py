@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -167,29 +167,24 @@ def move_to_outermost(optimizer: Any) -> None:
     which does not call the inner `apply` on a rank with an inf. The other ranks would
     wait for it forever.
     """
-    inside = [
-        p for p in nested_optimizers(optimizer)[1:] if mixin.has(p, ReducesGradients)
-    ]
-    for part in inside:
-        mixin.remove(part, ReducesGradients)
-        _attach(optimizer, part._averaging.options)
+    for part in nested_optimizers(optimizer)[1:]:
+        if mixin.has(part, ReducesGradients):
+            mixin.remove(part, ReducesGradients)
+            _attach(optimizer, part._averaging.options)
 
 
-@contextlib.contextmanager
-def attach_to(optimizer: Any) -> Iterator[None]:
+def attach_to(optimizer: Any) -> contextlib.ExitStack:
     """Context manager that averages the gradients of `optimizer`.
 
     Afterwards the optimizer is as before. One that the user's `DistributedOptimizer`
     has made average keeps its options.
     """
     move_to_outermost(optimizer)
-    was_plain = not mixin.has(optimizer, ReducesGradients)
-    _attach(optimizer, Averaging())
-    try:
-        yield
-    finally:
-        if was_plain:
-            mixin.remove(optimizer, ReducesGradients)
+    undo = contextlib.ExitStack()
+    if not mixin.has(optimizer, ReducesGradients):
+        _attach(optimizer, Averaging())
+        undo.callback(mixin.remove, optimizer, ReducesGradients)
+    return undo
 
 
 def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:

@@ -466,7 +466,10 @@ def _check_same_gradients(
             advice="Make the same model on every rank, and let every variable take "
             "part in the loss on all ranks or on none.",
         )
-    if overwritten := [v.path for v in variables if _is_overwritten(v)]:
+    overwritten = [
+        v.path for v in variables if getattr(v, "overwrite_with_gradient", False)
+    ]
+    if overwritten:
         raise ValueError(
             "With float8, the gradients of scales are their new values, which cannot "
             f"be averaged. Received: {overwritten} on {comm.size()} ranks. Train with "
@@ -474,13 +477,8 @@ def _check_same_gradients(
         )
 
 
-def _is_overwritten(variable: Any) -> bool:
-    return getattr(variable, "overwrite_with_gradient", False)
-
-
 def _describe_gradient(gradient: Any, variable: Any) -> str:
     if gradient is None:
         return "none"
     kind = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
-    kind += "new values, " if _is_overwritten(variable) else ""
     return f"{kind}{gradient.dtype.name} of shape {tuple(variable.shape)}"

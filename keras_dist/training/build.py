@@ -232,26 +232,11 @@ def _prepend(batches: list[Any], iterator: Any) -> Any:
     """Return an iterator with the batches for one call, of the same kind."""
     if not isinstance(iterator, tf.data.Iterator):
         return itertools.chain(batches, iterator)
-    spec = iterator.element_spec
-    dataset = tf.data.Dataset.from_tensors(batches[0])
-    for batch in batches[1:]:
+    # Empty, with the lengths that the data's own spec leaves open: else the step was
+    # traced once more.
+    dataset = tf.data.Dataset.from_generator(
+        tuple, output_signature=iterator.element_spec
+    )
+    for batch in batches:
         dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
-
-    @tf.autograph.experimental.do_not_convert  # which takes 0.2 s
-    def relax(*batch: Any) -> Any:
-        return _relax(batch, spec)
-
-    # With the lengths that the data's own spec leaves open: else the step was traced
-    # once more.
-    return iter(as_untuned(dataset.map(relax)))
-
-
-def _relax(batch: tuple[Any, ...], spec: Any) -> Any:
-    batch = batch if isinstance(spec, tuple) else batch[0]
-
-    def relax(own: Any, leaf: Any) -> Any:
-        if not isinstance(own, tf.TensorSpec):
-            return leaf
-        return tf.compat.v1.placeholder_with_default(leaf, own.shape)
-
-    return tf.nest.map_structure(relax, spec, batch)
+    return iter(as_untuned(dataset))

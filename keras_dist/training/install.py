@@ -91,17 +91,14 @@ def train_on_all(
             of one process that one step stands for in schedules.
         is_resumed: Whether the fit may continue rates and accumulated gradients.
     """
-    averaging: set[int] = set()
 
     def average() -> None:
         # The outermost first, which takes the averaging from those inside it.
         found = sorted(optimizers_of(model), key=lambda o: -len(nested_optimizers(o)))
         for each in found:
-            if id(each) not in averaging:
-                averaging.add(id(each))
-                if comm.size() > 1:
-                    session.undo.enter_context(attach_to(each))
-                session.undo.callback(unscale_rate, each)  # a resume scales it, too
+            if comm.size() > 1:
+                session.undo.enter_context(attach_to(each))
+            session.undo.callback(unscale_rate, each)  # a resume scales it, too
 
     session = install(model)
     try:
@@ -188,7 +185,7 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
         averaging_of(model),
         session.knows_rows,
         session.may_read_on,
-        session.is_marked,
+        session.feed.is_marked,
         session.feed.is_strided,
         session.feed.class_weight,
     )

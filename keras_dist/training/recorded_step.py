@@ -62,7 +62,7 @@ class RecordedStep:
         averaged = reduce_gradients(
             call.optimizer, own, call.variables, is_sum=call.is_sum
         )
-        self._apply_gradients([averaged])
+        self._apply_gradients(averaged)
         return logs
 
     def _record(self, data: Any, counts: tuple[Any, Any]) -> Any:
@@ -78,20 +78,10 @@ class RecordedStep:
         with step_context.enter(context):
             logs = self._own_step(data)
         self._calls[:] = calls
-        return logs, [
-            [_without_shape(gradient) for gradient in call.gradients] for call in calls
-        ]
+        return logs, [call.gradients for call in calls]
 
     def _apply(self, averaged: Any) -> None:
-        for call, gradients in zip(self._calls, averaged, strict=True):
-            apply_recorded(call, gradients)
-
-
-def _without_shape(gradient: Any) -> Any:
-    """A gradient as XLA returns it; the shape of slices is that of their variable."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values, gradient.indices)
-    return None if gradient is None else tf.convert_to_tensor(gradient)
+        apply_recorded(self._calls[0], averaged)
 
 
 def _counts() -> tuple[Any, Any]:

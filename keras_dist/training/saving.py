@@ -256,21 +256,13 @@ def _make_draft(folder: str) -> Iterator[str]:
             with contextlib.suppress(OSError):  # it cannot be read
                 for name in os.listdir(folder):
                     if name[:-8] == prefix:  # `mkdtemp` adds eight characters
-                        _remove_left(os.path.join(folder, name))
+                        left = os.path.join(folder, name)
+                        with contextlib.suppress(OSError), _lock(left, waits=False):
+                            shutil.rmtree(left, ignore_errors=True)
             draft = tempfile.mkdtemp(prefix=prefix, dir=folder)
             stack.callback(shutil.rmtree, draft, ignore_errors=True)
             stack.enter_context(_lock(draft))
         yield draft
-
-
-def _remove_left(draft: str) -> None:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(draft, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(draft, ignore_errors=True)
-        finally:
-            _unlock(descriptor)
 
 
 def _reserve(path: str, model: Any) -> None:
@@ -306,19 +298,22 @@ def _move_files(source: str, target: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(folder: str) -> Iterator[None]:
-    """Context manager in which other ranks that come here for this folder wait."""
+def _lock(folder: str, *, waits: bool = True) -> Iterator[None]:
+    """Context manager in which other ranks that come here for this folder wait.
+
+    Args:
+        folder: The folder, which may be on a file system without locks.
+        waits: `False`: it raises an `OSError` instead of waiting, or without locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError:
+            if not waits:
+                raise
         yield
     finally:
-        _unlock(descriptor)
-
-
-def _unlock(descriptor: int) -> None:
-    """Release a lock, which a process that was forked in the meantime would keep."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+        with contextlib.suppress(OSError):  # else a process forked by now would keep it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)

@@ -186,22 +186,9 @@ def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return all(old is new or old == new for old, new in pairs)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation: who runs it, and on which data.
-
-    Args:
-        runs_on_all: Whether all ranks run it, with results over all rows.
-        has_rows: `False` if this rank evaluates a row of another rank, since it has
-            none.
-    """
-
-    runs_on_all: bool = True
-    has_rows: bool = True
-
-
-# The evaluation of a callback, which may run on one rank only.
-ALONE = Evaluation(runs_on_all=False)
+# The data of an evaluation of a callback, which may run on one rank only. All ranks run
+# the others, with results over all rows.
+ALONE = Feed(data=None)
 
 
 @dataclass
@@ -223,11 +210,10 @@ class Session:
         has_run: Whether the model's own train step has begun in this fit.
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
-        feeds: All data, which holds errors that the user's data raised.
-        validation: How Keras's loop evaluates.
+        validation: The data on which Keras's loop evaluates.
         averages: Whether the state of metrics is summed over all ranks.
-        next_evaluation: What `Model.evaluate` runs when it is called next.
-        evaluation: What is running; `None` in a training.
+        next_evaluation: What `Model.evaluate` evaluates on when it is called next.
+        evaluation: The data of the evaluation that is running; `None` in a training.
         is_awaited: Whether the other ranks wait for this one in an exchange in which
             it can tell them an error.
         rows_restored: Rows of this epoch that the process before a resume trained on.
@@ -247,11 +233,10 @@ class Session:
     has_run: bool = False
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
-    feeds: tuple[Feed, ...] = ()
-    validation: Evaluation = Evaluation()
+    validation: Feed = Feed(data=None)
     averages: bool = False
-    next_evaluation: Evaluation = ALONE
-    evaluation: Evaluation | None = None
+    next_evaluation: Feed = ALONE
+    evaluation: Feed | None = None
     is_awaited: bool = False
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
@@ -271,12 +256,14 @@ class Session:
 
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""
-        self.feed, self.feeds = training, (training,)
-        if validation is not None:
-            self.feeds += (validation,)
-            self.validation = Evaluation(has_rows=validation.has_rows)
+        self.feed, self.validation = training, validation or self.validation
         if training.division is not None:
             self._set_position(training.division, training.division.begin)
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """The data that may hold an error which the user's data raised."""
+        return [self.feed, self.validation, self.evaluation or ALONE]
 
     def call_at_start(self, hook: Callable[[], None], *, index: int = -1) -> None:
         """Add a hook behind `index` others, or behind all, unless it is there."""
@@ -323,11 +310,6 @@ class Session:
         is_known = self.feed.plan.steps_before is not None and comm.size() > 1
         return self.feed.epoch is not None or is_known
 
-    @property
-    def is_marked(self) -> bool:
-        """True if batches to train on come with a mark."""
-        return self.feed.is_marked
-
     def split_mark(self, data: Any) -> tuple[Any, Any]:
         """Split what a train step is given into the batch and its mark.
 
@@ -336,7 +318,7 @@ class Session:
             own and not a copy: a boolean scalar, or `None` if it always is.
         """
         has_rows = None
-        if self.is_marked:
+        if self.feed.is_marked:
             data, mark = data
             has_rows = tf.cast(tf.reshape(mark, []), tf.bool)
         return self.feed.add_class_weights(data), has_rows
@@ -380,11 +362,11 @@ class Session:
         """Return True if a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self.averages:
             return False
-        return self.evaluation is None or self.evaluation.runs_on_all
+        return self.evaluation is not ALONE
 
     def begin_steps(self) -> None:
         """Note that steps come, or an evaluation, in which the others wait for it."""
-        self.is_awaited = self.evaluation is not None and self.evaluation.runs_on_all
+        self.is_awaited = self.evaluation is not None and self.evaluation is not ALONE
 
     def end_steps(self) -> None:
         """Note that Keras's loop has its result over all ranks.
@@ -402,26 +384,24 @@ class Session:
         """
         evaluation = self.validation if is_of_fit else self.next_evaluation
         before = self.evaluation, self.is_awaited, self.next_evaluation
-        self.evaluation, self.is_awaited = evaluation, evaluation.runs_on_all
+        self.evaluation, self.is_awaited = evaluation, evaluation is not ALONE
         self.next_evaluation = ALONE  # of a callback
         try:
             with self.raise_on_all():
                 yield
         finally:
             self.evaluation, self.is_awaited, self.next_evaluation = before
-            self.is_awaited &= not evaluation.runs_on_all
+            self.is_awaited &= evaluation is ALONE
 
     @contextlib.contextmanager
     def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
         """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
-        before = self.averages, self.evaluation, self.next_evaluation, self.feeds
-        self.averages, self.evaluation = True, None
-        self.next_evaluation = Evaluation(has_rows=feed.has_rows)
-        self.feeds = (*self.feeds, feed)
+        before = self.averages, self.evaluation, self.next_evaluation
+        self.averages, self.evaluation, self.next_evaluation = True, None, feed
         try:
             yield
         finally:
-            self.averages, self.evaluation, self.next_evaluation, self.feeds = before
+            self.averages, self.evaluation, self.next_evaluation = before
 
     @contextlib.contextmanager
     def on_this_rank(self) -> Iterator[None]:

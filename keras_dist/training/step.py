@@ -77,7 +77,7 @@ class DistributedStep(PredictsAlone):
     ) -> Any:
         # KerasHub's `fit` maps this over the batches, marks and all.
         own = super().preprocess_samples  # type: ignore[misc]
-        if self._distributed_session.is_marked and is_mark(y):
+        if self._distributed_session.feed.is_marked and is_mark(y):
             return add_mark(own(*keras.utils.unpack_x_y_sample_weight(x)), y)
         return own(x, y, sample_weight)
 
