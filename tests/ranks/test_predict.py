@@ -159,7 +159,7 @@ def test_batches_are_predicted_in_turns_and_gathered_in_order(world, kind):
 
 @pytest.mark.several_ranks
 def test_ragged_outputs_come_in_the_order_of_the_rows():
-    """From a few batches, too; an error on one rank is one on all."""
+    """From a few batches, too."""
     x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")
     model = Ragged()
     many = keras_dist.DistributedModel(model)
@@ -169,14 +169,6 @@ def test_ragged_outputs_come_in_the_order_of_the_rows():
         given = many.predict(data, verbose=0)
         assert given["words"].to_list() == expected["words"].to_list()
         assert_same(given["sums"], expected["sums"])
-
-    class Fails(keras.callbacks.Callback):
-        def on_predict_batch_end(self, batch, logs=None):
-            if keras_dist.rank() == keras_dist.size() - 1:
-                raise OSError("no disk")
-
-    how = {"verbose": 0, "callbacks": [Fails()]}
-    raises_everywhere(Exception, partial(many.predict, data, **how), "no disk")
 
 
 @pytest.mark.several_ranks
