@@ -159,7 +159,7 @@ def test_batches_are_predicted_in_turns_and_gathered_in_order(world, kind):
 
 @pytest.mark.several_ranks
 def test_ragged_outputs_come_in_the_order_of_the_rows():
-    """From a few batches, too; an error on one rank is one on all."""
+    """From a few batches, too."""
     x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")
     model = Ragged()
     many = keras_dist.DistributedModel(model)
@@ -170,42 +170,23 @@ def test_ragged_outputs_come_in_the_order_of_the_rows():
         assert given["words"].to_list() == expected["words"].to_list()
         assert_same(given["sums"], expected["sums"])
 
-    class Fails(keras.callbacks.Callback):
-        def on_predict_batch_end(self, batch, logs=None):
-            if keras_dist.rank() == keras_dist.size() - 1:
-                raise OSError("no disk")
-
-    how = {"verbose": 0, "callbacks": [Fails()]}
-    raises_everywhere(Exception, partial(many.predict, data, **how), "no disk")
-
-
-@pytest.mark.several_ranks
-def test_another_gather_on_one_rank_alone_is_an_error(world):
-    """The ranks would wait for one another, with any kind of data."""
-    x = np.ones((20, 4), "float32")
-    divided = tf.data.Dataset.from_tensor_slices(x).apply(keras_dist.shard(4)).batch(4)
-    many = keras_dist.DistributedModel(keras.Sequential([keras.layers.Dense(1)]))
-    is_first = world.rank == 0
-    for data in (x, dataset(x), divided):
-        for gather in ("first", "all"):
-            how = {"verbose": 0, "gather": gather if is_first else True}
-            call = partial(many.predict, data, **how)
-            raises_everywhere(ValueError, call, "`gather`")
-
 
 @pytest.mark.several_ranks
 def test_unusable_inputs_of_predict_are_errors_on_all_ranks(world, rows, make_model):
-    """No rows, other rows, other weights."""
+    """No rows, other rows, other weights, another `gather` with any kind of data."""
     x, _ = rows
     model = make_model()
     keras.utils.set_random_seed(world.rank)
     other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-    for net, data, text in (
+    divided = tf.data.Dataset.from_tensor_slices(x).apply(keras_dist.shard(4)).batch(4)
+    for net, data, text, *gather in (
         (model, x[:0], "or to predict"),
         (model, x[: 50 + world.rank], "the shapes of the rows"),
         (model, x[:, :4] if world.rank else x, "the shapes of the rows"),
         (other, x, "the weights"),
+        *((model, each, "`gather`", "first") for each in (x, dataset(x), divided)),
+        *((model, each, "`gather`", "all") for each in (x, dataset(x), divided)),
     ):
-        many = keras_dist.DistributedModel(net)
-        call = partial(many.predict, data, verbose=0)
-        raises_everywhere(ValueError, call, text, "Received: ")
+        how = {"gather": gather[0]} if gather and world.rank == 0 else {}
+        call = partial(keras_dist.DistributedModel(net).predict, data, **how)
+        raises_everywhere(ValueError, partial(call, verbose=0), text, "Received: ")

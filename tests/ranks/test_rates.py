@@ -37,47 +37,67 @@ def moves(model, world, steps=4, epochs=1, **options):
         on_train_batch_end=lambda batch, logs: seen.append(float(model.position))
     )
     x = np.zeros((2 * steps * world.size, 1), "float32")
-    options.setdefault("callbacks", []).append(watch)
+    options["callbacks"] = [*options.get("callbacks", ()), watch]
     keras_dist.dist_fit(model, x, x, batch_size=2, epochs=epochs, verbose=0, **options)
     return np.diff(seen).tolist()
 
 
+def rising(factor, steps):
+    """Factors of a warm-up over so many steps."""
+    return [1 + (factor - 1) * step / steps for step in range(steps)]
+
+
+HALVES = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+SCHEDULE = keras.optimizers.schedules.PolynomialDecay(1.0, 24, end_learning_rate=0)
+
+# The rate, arguments of `dist_fit`, and how far each step moves on so many ranks.
+CASES = {
+    "linear": (0.5, {"lr_scaling": "linear"}, lambda n: [0.5 * n] * 4),
+    "square root": (0.5, {"lr_scaling": "sqrt"}, lambda n: [0.5 * math.sqrt(n)] * 4),
+    "none": (0.5, {"lr_scaling": "none"}, lambda n: [0.5] * 4),
+    "a number": (0.5, {"lr_scaling": 3.0}, lambda n: [1.5] * 4),
+    "a function": (0.5, {"lr_scaling": lambda n: n / 4}, lambda n: [n / 8] * 4),
+    "a warm-up, batch by batch, then flat": (
+        *(1.0, {"epochs": 3, "warmup_epochs": 2}),
+        lambda n: rising(n, 8) + [n] * 4,
+    ),
+    "the callback of a warm-up, which takes over": (
+        1.0,
+        {
+            "epochs": 2,
+            "callbacks": [keras_dist.LearningRateWarmup(1, lr_scaling="sqrt")],
+        },
+        lambda n: rising(math.sqrt(n), 4) + [math.sqrt(n)] * 4,
+    ),
+    "a schedule, which falls as fast per epoch as on one process": (
+        *(SCHEDULE, {}),
+        lambda n: [n * (1 - step * n / 24) for step in range(4)],
+    ),
+    "a schedule that is read at each step": (
+        *(SCHEDULE, {"steps_scaling": "none", "lr_scaling": "none"}),
+        lambda n: [1 - step / 24 for step in range(4)],
+    ),
+    "a rate that is halved in each epoch, and read by who halves it": (
+        1.0,
+        {"epochs": 2, "callbacks": [HALVES]},
+        lambda n: [0.5 * n] * 4 + [0.25 * n] * 4,
+    ),
+}
+
+
 @slow_on_three
-def test_rules_scale_the_update_and_not_the_rate(world):
-    """Linear, square root, none, a number, a function; the rate itself stays."""
-    rules = {
-        "linear": world.size,
-        "sqrt": math.sqrt(world.size),
-        "none": 1,
-        3.0: 3,
-        (lambda size: size / 4): world.size / 4,
-    }
-    for rule, factor in rules.items():
-        model = slope(keras.optimizers.SGD(0.5))
-        assert moves(model, world, lr_scaling=rule) == pytest.approx([0.5 * factor] * 4)
-        assert float(model.optimizer.learning_rate) == 0.5
-    # A second fit of the same model does not scale again.
-    assert moves(model, world, lr_scaling=rule) == pytest.approx([0.5 * factor] * 4)
-
-
-def test_warmup_rises_batch_by_batch_and_only_once(world):
-    """From 1 to the full factor over the first epochs, then flat."""
-    model = slope(keras.optimizers.SGD(1.0))
-    rising = [1 + (world.size - 1) * step / 8 for step in range(8)]
-    expected = rising + [world.size] * 4
-    assert moves(model, world, epochs=3, warmup_epochs=2) == pytest.approx(expected)
-    # The model has made its first steps: a second fit has no warm-up.
-    again = moves(model, world, epochs=1, warmup_epochs=2)
-    assert again == pytest.approx([world.size] * 4)
-
-
-def test_the_warmup_callback_in_a_list_takes_over(world):
-    """Given by the user, it is the one that scales, and nothing is scaled twice."""
-    model = slope(keras.optimizers.SGD(1.0))
-    warmup = keras_dist.LearningRateWarmup(1, lr_scaling="sqrt")
-    full = math.sqrt(world.size)
-    expected = [1 + (full - 1) * step / 4 for step in range(4)] + [full] * 4
-    assert moves(model, world, epochs=2, callbacks=[warmup]) == pytest.approx(expected)
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_is_scaled_once_and_the_rate_is_not(world, name):
+    """By a rule, a warm-up, a callback; a second fit neither scales nor warms up."""
+    rate, options, expected = CASES[name]
+    model, expected = slope(keras.optimizers.SGD(rate)), expected(world.size)
+    assert moves(model, world, **options) == pytest.approx(expected)
+    if rate is not SCHEDULE:
+        left = 0.25 if HALVES in options.get("callbacks", ()) else rate
+        assert float(model.optimizer.learning_rate) == left
+    if rate is not SCHEDULE and "callbacks" not in options:
+        again = moves(model, world, **options | {"epochs": 1})
+        assert again == pytest.approx(expected[-4:])
 
 
 def test_the_warmup_callback_says_the_steps_of_data_of_unknown_length(world):
@@ -89,26 +109,3 @@ def test_the_warmup_callback_says_the_steps_of_data_of_unknown_length(world):
     keras_dist.dist_fit(model, data.batch(2), callbacks=[warmup], verbose=0)
     moved = sum(1 + (world.size - 1) * step / 8 for step in range(4))
     assert float(model.position) == pytest.approx(moved)
-
-
-def test_a_schedule_is_read_at_the_steps_of_one_process(world):
-    """With the steps divided it falls as fast per epoch as on one process."""
-    schedule = keras.optimizers.schedules.PolynomialDecay(1.0, 24, end_learning_rate=0)
-    model = slope(keras.optimizers.SGD(schedule))
-    size = world.size
-    expected = [size * (1 - step * size / 24) for step in range(4)]
-    assert moves(model, world) == pytest.approx(expected)
-    # Steps that are not divided: the schedule is read at each step.
-    model = slope(keras.optimizers.SGD(schedule))
-    expected = [1 - step / 24 for step in range(4)]
-    options = {"steps_scaling": "none", "lr_scaling": "none"}
-    assert moves(model, world, **options) == pytest.approx(expected)
-
-
-def test_rates_set_during_training_are_scaled_once(world):
-    """By `LearningRateScheduler`, which also reads what it has set before."""
-    model = slope(keras.optimizers.SGD(1.0))
-    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    expected = [0.5 * world.size] * 4 + [0.25 * world.size] * 4
-    assert moves(model, world, epochs=2, callbacks=[halve]) == pytest.approx(expected)
-    assert float(model.optimizer.learning_rate) == 0.25

@@ -17,8 +17,7 @@ from models import dropping, make_compiled
 
 import keras_dist
 
-several_ranks = pytest.mark.several_ranks
-three_ranks = pytest.mark.three_ranks
+pytestmark = pytest.mark.several_ranks
 
 
 class Changes(keras.callbacks.Callback):
@@ -60,7 +59,6 @@ def fit(model, rows, *callbacks, **arguments):
     return keras_dist.dist_fit(model, x, y, callbacks=list(callbacks), **given)
 
 
-@several_ranks
 @slow_on_three
 def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
     """At the next check: of a weight by a thousandth, of a slot, and to NaN."""
@@ -83,8 +81,7 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
         assert int(model.optimizer.iterations) == 4 + 3
 
 
-@several_ranks
-@three_ranks
+@pytest.mark.three_ranks
 def test_dist_fit_checks_at_the_end_of_each_epoch(rows, make_model):
     """Without an option, and before anything of that epoch is saved."""
     saved = []
@@ -96,7 +93,6 @@ def test_dist_fit_checks_at_the_end_of_each_epoch(rows, make_model):
     assert saved == [0]
 
 
-@several_ranks
 @slow_on_three
 def test_resync_makes_the_ranks_equal_again(rows, make_model):
     """With checks after every second step, two updates use the wrong gradients."""
@@ -113,7 +109,6 @@ def test_resync_makes_the_ranks_equal_again(rows, make_model):
         assert 0 < gap < 0.5
 
 
-@several_ranks
 def test_what_ranks_may_hold_differently_is_not_reported(rows):
     """Statistics, metrics, generators, accumulators."""
     adam = keras.optimizers.Adam(gradient_accumulation_steps=3)
@@ -122,7 +117,6 @@ def test_what_ranks_may_hold_differently_is_not_reported(rows):
     fit(model, rows, keras_dist.ReplicaCheck(every=1), validation_data=rows)
 
 
-@several_ranks
 def test_steps_of_one_execution_are_counted(rows, make_model):
     """A check that is due inside of an execution comes after it."""
     checks = []
@@ -139,7 +133,6 @@ def test_steps_of_one_execution_are_counted(rows, make_model):
     assert checks == (expected if KERAS >= (3, 11) else [3, 3, 6, 6, 9, 9])
 
 
-@several_ranks
 def test_different_settings_on_the_ranks_are_an_error(rows, make_model):
     """Otherwise the ranks would wait for each other forever."""
     check = keras_dist.ReplicaCheck(every=1 + keras_dist.rank())
@@ -179,7 +172,6 @@ class Sam(keras.Sequential):
         return {"loss": loss}
 
 
-@several_ranks
 def test_a_step_that_leaves_roundings_is_named(world, rows):
     """Sharpness-aware minimization, with the weights put back by a subtraction."""
     keras.utils.set_random_seed(3)

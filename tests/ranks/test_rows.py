@@ -29,16 +29,8 @@ Y = np.where(RANDOM.random((53, 3)) < 0.4, np.nan, RANDOM.normal(size=(53, 3)))
 Y[:9:2] = np.nan  # of two ranks, the first one has no target of the first batch
 
 
-class Ours:
-    """The functions of this package."""
-
-    sum_over_rows = staticmethod(keras_dist.sum_over_rows)
-    weighted_mean = staticmethod(keras_dist.weighted_mean)
-    gather_rows = staticmethod(keras_dist.gather_rows)
-
-
 class Plain:
-    """What they are on one process."""
+    """What the functions of this package are on one process."""
 
     sum_over_rows = gather_rows = staticmethod(lambda values: values)
 
@@ -122,7 +114,7 @@ def make_step(loss, of, **compiled):
 def assert_equal(loss, data=(X, Y), rows=10, *, batch="global", plain=None, **compiled):
     """All ranks train the model of one process, in batches of so many rows."""
     assert_equals_one_process(
-        lambda: make_step(loss, Ours, **compiled),
+        lambda: make_step(loss, keras_dist, **compiled),
         data,
         rows,
         batch=batch,
@@ -199,9 +191,9 @@ def test_a_loop_of_the_users_own_equals_one_process(world):
     own = slice(rank * 12, rank * 12 + 12)
     for loss in (mean_and_sum, missing_targets, negatives, neighbors):
         found = []
-        for of, part in ((Plain, slice(0, 12 * size)), (Ours, own)):
+        for of, part in ((Plain, slice(0, 12 * size)), (keras_dist, own)):
             optimizer = keras.optimizers.SGD(0.1)
-            if of is Ours:
+            if of is keras_dist:
                 optimizer = keras_dist.DistributedOptimizer(optimizer)
             model = make_compiled(lambda loss=loss, of=of: Step(loss, of))
             with tf.GradientTape() as tape:
@@ -223,7 +215,7 @@ def test_an_evaluation_and_a_prediction_compute_them_plainly(world):
             return self.of.gather_rows(self(data))
 
     for loss in (negatives, missing_targets, mean_and_sum):
-        model = Evaluates(loss, Ours)
+        model = Evaluates(loss, keras_dist)
         model.compile()
         many = keras_dist.DistributedModel(model)
         many.evaluate(X[:13], Y[:13], 4, verbose=0)
@@ -246,6 +238,6 @@ def test_an_unusable_argument_is_an_error_everywhere():
 
     for compiled in ({"run_eagerly": True}, {}):
         kinds = ValueError, tf.errors.InvalidArgumentError
-        model = make_step(views, Ours, **compiled)
+        model = make_step(views, keras_dist, **compiled)
         call = partial(keras_dist.dist_fit, model, X, Y, batch_size=10, verbose=0)
         raises_everywhere(kinds, call, "one entry for each row")

@@ -15,6 +15,7 @@ from claims import (
     shortened,
     slow_on_three,
 )
+from data_kinds import kept, slices
 
 import keras_dist
 
@@ -45,24 +46,17 @@ class Decoder:
         return sum(keras_dist.gather(count))
 
 
-KINDS = ("by row", "of unknown length", "weighted")
+KINDS = {
+    "by row": lambda x, y: slices((x, y)),
+    "of unknown length": lambda x, y: slices((x, y)).filter(kept),
+    "weighted": lambda x, y: slices((x, y, np.ones(len(y), "float32"))),
+}
 
 
-def sources(x, y, decoder):
-    """Data sets that are divided, by what is special."""
-    rows = tf.data.Dataset.from_tensor_slices((x, y))
-
-    def by_row(data):
-        data = data.apply(keras_dist.shard(BATCH)).map(decoder).batch(BATCH)
-        return data.prefetch(1)
-
-    return {
-        "by row": by_row(rows),
-        "of unknown length": by_row(rows.filter(lambda x, y: True)),
-        "weighted": by_row(
-            tf.data.Dataset.from_tensor_slices((x, y, np.ones(len(y), "float32")))
-        ),
-    }
+def divided(kind, x, y, decoder):
+    """Data of a kind that is divided by row."""
+    data = KINDS[kind](x, y).apply(keras_dist.shard(BATCH))
+    return data.map(decoder).batch(BATCH).prefetch(1)
 
 
 @never_runs_out
@@ -83,8 +77,8 @@ def test_divided_data_trains_as_one_process(rows, make_model, kind, count):
     decoder = Decoder()
 
     def data(_):
-        validation = sources(x[:32], y[:32], Decoder())[kind]
-        return {"x": sources(x, y, decoder)[kind], "validation_data": validation}
+        validation = divided(kind, x[:32], y[:32], Decoder())
+        return {"x": divided(kind, x, y, decoder), "validation_data": validation}
 
     def plain_data(rows):
         validation = 2 * x[:32], y[:32]
@@ -104,12 +98,14 @@ def test_divided_data_is_evaluated_and_predicted(world, rows, make_model):
     for count in (32, 28):
         expected = model.evaluate(2 * x[:count], y[:count], verbose=0)
         predicted = model.predict(2 * x[:count], verbose=0)[world.rank :: world.size]
-        for kind, data in sources(x[:count], y[:count], decoder).items():
+        for kind in KINDS:
+            data = divided(kind, x[:count], y[:count], decoder)
             found = many.evaluate(data, verbose=0)
             assert found == pytest.approx(expected, abs=1e-6), kind
             found = many.predict(data, verbose=0, gather=False)
             assert found == pytest.approx(predicted, abs=1e-6), kind
-    for data in sources(x[:1], y[:1], decoder).values():
+    for kind in KINDS:
+        data = divided(kind, x[:1], y[:1], decoder)
         few = "at least one row of validation data"
         raises_everywhere(ValueError, partial(many.evaluate, data), few)
         raises_everywhere(ValueError, partial(many.predict, data), "are not gathered")

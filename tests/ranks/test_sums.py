@@ -188,35 +188,23 @@ def make_case(make, function, **compiled):
     return model
 
 
-# How a model is compiled, the losses that are tried with it, and what `make test` runs.
-HOW = {
-    "jit_compile=False": (
-        CASES,
-        {"add_sum", "own_vector", "compiled_sum", "weights_sum"},
-    ),
-    "run_eagerly": (
-        ["add_sum", "compute_vector", "own_vector", "own_sum", "own_mean"]
-        + ["own_mixed", "compute_mixed", "weights_sum"],
-        {"compute_vector"},
-    ),
-    "jit_compile": (["own_mixed", "own_vector", "add_sum"], {"own_mixed"}),
-}
+GRAPH, EAGER, XLA = "jit_compile=False", "run_eagerly", "jit_compile"
+EAGERLY = ["add_sum", "compute_vector", "own_vector", "own_sum", "own_mean"]
+EAGERLY += ["own_mixed", "compute_mixed", "weights_sum"]
+RUNS = [(name, GRAPH) for name in CASES] + [(name, EAGER) for name in EAGERLY]
+RUNS += [(name, XLA) for name in ("own_mixed", "own_vector", "add_sum")]
+
+# On three ranks: a wrong factor of two may cancel out on two.
+ON_THREE = [("own_vector", GRAPH), ("add_sum", GRAPH)]
+ON_TWO = [("compiled_sum", GRAPH), ("weights_sum", GRAPH), ("compute_vector", EAGER)]
+ON_TWO += [("own_mixed", XLA)]
 
 
-def runs():
-    """Two of them on three ranks: a wrong factor of two may cancel out on two."""
-    for how, (names, quick) in HOW.items():
-        for name in sorted(names):
-            is_on_three = how == "jit_compile=False" and name in (
-                "own_vector",
-                "add_sum",
-            )
-            marks = [pytest.mark.three_ranks] if is_on_three else []
-            marks += [] if name in quick else [pytest.mark.long]
-            yield pytest.param(name, how, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "how"), runs())
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [pytest.param(*run, marks=pytest.mark.three_ranks) for run in ON_THREE]
+    + shortened([run for run in RUNS if run not in ON_THREE], ON_TWO),
+)
 def test_a_loss_equals_one_process(name, how):
     """Weights and logs, in a graph, without one, and with XLA."""
     option, _, is_off = how.partition("=")

@@ -109,13 +109,18 @@ def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
 
 
 @several_ranks
-def test_an_error_in_an_evaluation_is_one_on_all(rows, make_model):
-    """`DistributedModel.evaluate` takes callbacks too."""
+def test_an_error_in_an_evaluation_or_a_prediction_is_one_on_all(rows, make_model):
+    """Methods of a `DistributedModel` take callbacks too."""
     last = keras_dist.size() - 1
     model = keras_dist.DistributedModel(make_model())
-    for hook in ("on_test_batch_end", "on_test_end"):
+    for method, hook in (
+        (model.evaluate, "on_test_batch_end"),
+        (model.evaluate, "on_test_end"),
+        (partial(model.predict, batch_size=8), "on_predict_batch_end"),
+    ):
+        given = rows if method == model.evaluate else rows[:1]
         how = {"callbacks": [Fails(hook)], "verbose": 0}
-        errors = gather_errors(Exception, partial(model.evaluate, *rows, **how))
+        errors = gather_errors(Exception, partial(method, *given, **how))
         assert [kind for kind, _ in errors] == ["RankError"] * last + ["KeyError"]
     assert len(model.evaluate(*rows, verbose=0)) == 2
 
