@@ -7,7 +7,6 @@ from forked import torchrun
 from launch import MISBEHAVES, launch, prefix
 
 from keras_dist.launch.monitor.watchdog import EXIT_CODE, Watchdog
-from keras_dist.launch.store import StoreClient
 
 ENDS_SOON = {"KERAS_DIST_STALL_SECONDS": "3"}
 
@@ -99,13 +98,6 @@ def test_ranks_that_work_are_left_alone(run_ranks):
     """A rank that computes, or waits for a child or for somebody to read its output."""
     done = run_ranks(torchrun, [0, 1], 2, _WORKS)
     assert [(code, out.strip()) for code, out in done] == [(0, "done")] * 2
-
-
-def test_a_status_store_that_is_gone_returns_nothing():
-    """The launcher may end first."""
-    store = StoreClient("127.0.0.1", "9")
-    store.put("0", 1)
-    assert store.get("0") is None
 
 
 def test_a_value_that_is_no_heartbeat_does_not_count(variables, monkeypatch):
