@@ -135,7 +135,8 @@ def generated(x, y, size) -> Iterator[Any]:
     yield from Loader(x, y, size)
 
 
-DATASETS = {
+# Data that comes in batches, made by a function of rows of `x` and `y`, and a size.
+BATCHES = {
     "batched": lambda x, y, size: rows_of(x, y).batch(size),
     "rows cached": lambda x, y, size: rows_of(x, y).cache().batch(size),
     "batches cached": lambda x, y, size: rows_of(x, y).batch(size).cache(),
@@ -170,8 +171,7 @@ DATASETS = {
         windows(x, y, size).cache().prefetch(4)
     ),
     "a counted generator": counted_generator,
-}
-UNKNOWN = {
+    # Of unknown length.
     "filtered rows": lambda x, y, size: rows_of(x, y).filter(kept).batch(size),
     "filtered batches": lambda x, y, size: rows_of(x, y).batch(size).filter(kept),
     "filtered, cached": lambda x, y, size: (
@@ -185,16 +185,14 @@ UNKNOWN = {
     "windows of windows": windows_of_windows,
     "windows, filtered": lambda x, y, size: windows(x, y, size).filter(kept).cache(),
     "a generator in a data set": of_generator,
-}
-SEQUENCES = {
+    # No data sets.
     "sequence": lambda x, y, size: Sequence(x, y, [size]),
     "sequence of uneven batches": lambda x, y, size: Sequence(x, y, [size, 1, 5]),
     "sequence of threads": lambda x, y, size: Sequence(x, y, [size], workers=2),
+    "loader": Loader,
+    "iterable": WithoutLength,
+    "generator": generated,
 }
-ITERABLES = {"loader": Loader, "iterable": WithoutLength, "generator": generated}
-
-# Data that comes in batches, made by a function of rows of `x` and `y`, and a size.
-BATCHES = DATASETS | UNKNOWN | SEQUENCES | ITERABLES
 
 
 def on_disk(x, y, _):

@@ -10,28 +10,24 @@ from xdist.scheduler import LoadScopeScheduling
 _FIRST = ("2 ranks", "hosts", "1 ranks", "pages", "3 ranks")
 
 
-def lane_of(test: str) -> str:
-    """The lane of a test, by its id: one worker runs all of a lane, one by one.
-
-    "1 ranks", "2 ranks" and "3 ranks" are the launches of `ranks/`; "hosts" has what
-    starts hosts and launchers, of which some have the same ports each time; "pages" has
-    what runs the documentation. Every other file is a lane of its own, for whichever
-    worker is free.
-    """
-    file = test.partition("::")[0]
-    if "test_ranks.py" in file:
-        return f"{test.partition('[')[2][0]} ranks"
-    if "tests/launch/" in file or "tests/hosts/" in file:
-        return "hosts"
-    is_page = file.endswith(("test_docs.py", "test_examples.py"))
-    return "pages" if is_page else file
-
-
 class Lanes(LoadScopeScheduling):
     """Sends all tests of a lane to one worker, and begins with the longest lanes."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return lane_of(nodeid)
+        """The lane of a test, by its id: one worker runs all of a lane, one by one.
+
+        "1 ranks", "2 ranks" and "3 ranks" are the launches of `ranks/`; "hosts" has
+        what starts hosts and launchers, of which some have the same ports each time;
+        "pages" has what runs the documentation. Every other file is a lane of its own,
+        for whichever worker is free.
+        """
+        file = nodeid.partition("::")[0]
+        if "test_ranks.py" in file:
+            return f"{nodeid.partition('[')[2][0]} ranks"
+        if "tests/launch/" in file or "tests/hosts/" in file:
+            return "hosts"
+        is_page = file.endswith(("test_docs.py", "test_examples.py"))
+        return "pages" if is_page else file
 
     def _assign_work_unit(self, node: Any) -> None:
         for lane in reversed(_FIRST):

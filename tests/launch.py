@@ -118,8 +118,11 @@ def launch(
     Raises:
         TimeoutError: With what was printed so far.
     """
-    if ranks is not None:
-        command = _under(launcher, command, ranks)
+    if launcher == "horovodrun":  # which starts programs, and no script by itself
+        script = [sys.executable] if str(command[0]).endswith(".py") else []
+        command = [*HOROVODRUN, "-np", ranks, *script, *command]
+    elif ranks is not None:
+        command = [*RUN, "-np", ranks, *command]
     process = start(command, env={**_HOROVOD, **(env or {})}, start_new_session=True)
     done = finish(process, timeout)
     ends = f"{done.stdout[-20_000:]}\n{done.stderr[-8000:]}"
@@ -144,13 +147,6 @@ def wait_for_files(*files: Path, seconds: float = 60) -> None:
 def prefix(rank: int) -> str:
     """What `keras-dist run` puts before each line of a rank."""
     return f"[{rank}] " if rank else ""
-
-
-def _under(launcher: str, command: Sequence[object], ranks: int) -> list[object]:
-    if launcher == "horovodrun":
-        script = [sys.executable] if str(command[0]).endswith(".py") else []
-        return [*HOROVODRUN, "-np", ranks, *script, *command]
-    return [*RUN, "-np", ranks, *command]
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[str, str]:

@@ -126,13 +126,6 @@ def test_each_mutation_breaks_a_line_that_is_there(mutation):
     assert (PACKAGE / mutation.file).read_text().count(mutation.line) == 1
 
 
-def test_all_public_names_exist():
-    """`__all__` is sorted and complete."""
-    assert list(keras_dist.__all__) == sorted(keras_dist.__all__)
-    for name in keras_dist.__all__:
-        assert getattr(keras_dist, name) is not None
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_examples_in_docstrings_run(path, monkeypatch):
     """Every `>>>` in the package is true."""

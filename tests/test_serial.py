@@ -253,8 +253,6 @@ def test_a_count_that_is_not_a_whole_number_of_at_least_one_is_an_error():
         keras_dist.shard(0)
     with pytest.raises(ValueError, match="Received: patience=1.5"):
         keras_dist.StopAtAccuracy(0.9, patience=1.5)
-    with pytest.raises(ValueError, match="Received: every=True"):
-        keras_dist.ReplicaCheck(every=True)
 
 
 def test_a_launcher_without_horovod_is_an_error_that_names_the_command(printed):

@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import DOCS
 
 import keras_dist
 from keras_dist.checkpoint import EXIT_CODE as SAVED
 from keras_dist.launch.monitor.watchdog import EXIT_CODE as STALLED
 
 PACKAGE = Path(keras_dist.__file__).parent
-DOCS = Path(__file__).parent.parent / "docs"
 TROUBLES = (DOCS / "troubleshooting.md").read_text()
 ENVIRONMENT = (DOCS / "reference" / "environment.md").read_text()
 

@@ -47,16 +47,11 @@ def test_a_type_checker_finds_the_mistakes_of_a_script(tmp_path):
     assert found == list(range(last - 7, last + 1)), done.stdout + done.stderr
 
 
-def test_fit_of_a_distributed_model_has_the_signature_of_dist_fit():
-    """For `help`, and for the completion of an editor."""
-    _, *own = inspect.signature(keras_dist.DistributedModel.fit).parameters.values()
+def test_a_distributed_model_takes_the_arguments_of_dist_fit():
+    """Its `fit` all, as `help` shows them; the class the options, by name only."""
     _, *expected = inspect.signature(keras_dist.dist_fit).parameters.values()
-    assert own == expected
-
-
-def test_a_distributed_model_takes_the_options_of_dist_fit():
-    """With their types and defaults, by name only."""
+    _, *fit = inspect.signature(keras_dist.DistributedModel.fit).parameters.values()
+    assert fit == expected
     model, *own = inspect.signature(keras_dist.DistributedModel).parameters.values()
-    fit = inspect.signature(keras_dist.dist_fit).parameters.values()
-    expected = [each for each in fit if each.kind is each.KEYWORD_ONLY]
-    assert model.name == "model" and own == expected
+    assert model.name == "model"
+    assert own == [each for each in expected if each.kind is each.KEYWORD_ONLY]

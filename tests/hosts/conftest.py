@@ -1,5 +1,6 @@
 """Hosts for the tests of this folder; without root they are left out, and say so."""
 
+import tempfile
 from pathlib import Path
 
 import network
@@ -20,6 +21,12 @@ def pytest_collection_modifyitems(items):
 def shared(tmp_path_factory):
     """A folder that all hosts see."""
     return tmp_path_factory.mktemp("hosts")
+
+
+@pytest.fixture
+def folder(shared):
+    """A folder of a test's own that all hosts see."""
+    return Path(tempfile.mkdtemp(dir=shared))
 
 
 @pytest.fixture(scope="session")

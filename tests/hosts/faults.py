@@ -10,35 +10,28 @@ from launch import HOROVODRUN, RUN, until, wait_for_files
 from network import own_lines
 from test_hosts_faults import STUB, all_there, ended, kill_command
 from test_rdzv import meet, outputs
-from test_training import TRAIN, alone, assert_equal, found_of
+from test_training import (
+    TRAIN,
+    alone,
+    assert_equal,
+    assert_trained,
+    count_ranks,
+    found_of,
+)
 
 __all__ = ["alone"]  # a fixture
-
-
-@pytest.fixture
-def tmp_path_hosts(shared, request):
-    """A folder of a test's own that all hosts see."""
-    folder = shared / str(abs(hash(request.node.name)))
-    folder.mkdir()
-    return folder
 
 
 @pytest.mark.parametrize("hosts", ["a:1,b:1", "a:2,b:2", "a:1,b:1,c:1"])
 @pytest.mark.parametrize("launcher", ["keras-dist run", "horovodrun"])
 def test_both_launchers_train_as_one_process(net, shared, alone, launcher, hosts):
     """On two hosts with one and two ranks, and on three."""
-    counts = [int(each.split(":")[1]) for each in hosts.split(",")]
-    ranks, path = sum(counts), shared / "launched.npy"
+    path = shared / "launched.npy"
     words = [*RUN, "-H", hosts, TRAIN, path]
     if launcher == "horovodrun":
-        words = [*HOROVODRUN, "--disable-cache", "-np", ranks, "-H", hosts]
+        words = [*HOROVODRUN, "--disable-cache", "-np", count_ranks(hosts), "-H", hosts]
         words += [sys.executable, TRAIN, path]
-    done = net.run("a", words, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert f"{ranks} on {len(counts)} hosts" in done.stdout
-    expected = [(k, n, h) for h, n in zip("abc", counts) for k in range(n)]  # noqa: B905
-    assert found_of(done.stdout, ranks) == expected
-    assert_equal(path, alone(ranks))
+    assert_trained(net.run("a", words, timeout=300), hosts, path, alone)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
@@ -73,7 +66,6 @@ class Training:
 
     def __init__(self, net, folder, *options, pause):
         self.net, self.folder, self.options = net, folder, options
-        folder.mkdir()
         steps = folder / "steps"
         self.process = self.start(STEPS=str(steps), PAUSE=str(pause))
         wait_for_files(steps / "0.5", steps / "1.5", seconds=120)
@@ -98,20 +90,9 @@ class Training:
         return lines_found(stdout)
 
 
-def test_sigterm_to_the_launcher_saves_in_the_middle_of_a_long_step(
-    net, tmp_path_hosts, undisturbed
-):
-    """The ranks have 30 s; then the same command goes on to the same bits."""
-    training = Training(net, tmp_path_hosts / "launcher", pause=4)
-    net.signal_command(training.process, signal.SIGTERM)
-    code, _, lines = training.end()
-    assert code == 143 and "the ranks ended together" in lines[-1], lines
-    assert training.resumed() == undisturbed
-
-
-def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, tmp_path_hosts):
+def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, folder):
     """By the stall limit; its host answers all the time."""
-    training = Training(net, tmp_path_hosts / "stop", "--stall-limit", "15", pause=0.5)
+    training = Training(net, folder, "--stall-limit", "15", pause=0.5)
     (rank,) = net.processes("b", "monitor/", TRAIN)
     rank.send_signal(signal.SIGSTOP)
     code, _, lines = training.end()
@@ -119,35 +100,45 @@ def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, tmp_path_hosts):
     assert any("Rank 1 is missing" in line for line in lines), lines
 
 
-@pytest.mark.parametrize("fault", ["link", "power"])
-def test_a_job_whose_host_was_lost_goes_on_to_the_same_bits(
-    net, tmp_path_hosts, undisturbed, fault
+_SAVED = 143, "the ranks ended together"
+_LOST = 1, "has not responded for 15 s (rank 1)"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"), [("sigterm", _SAVED), ("link", _LOST), ("power", _LOST)]
+)
+def test_a_job_that_has_ended_goes_on_to_the_same_bits(
+    net, folder, undisturbed, fault, expected
 ):
-    """It ends within 20 s, also in the middle of a collective, and names the host."""
-    options = ["--restarts", "3"]
-    training = Training(net, tmp_path_hosts / fault, *options, pause=0.5)
+    """By SIGTERM in the middle of a long step, or with a host, which is named.
+
+    It ends within 20 s, also in the middle of a collective.
+    """
+    pause = 4 if fault == "sigterm" else 0.5
+    training = Training(net, folder, "--restarts", "3", pause=pause)
     begin = time.monotonic()
-    if fault == "link":
+    if fault == "sigterm":
+        net.signal_command(training.process, signal.SIGTERM)
+    elif fault == "link":
         net.link("b", is_up=False)
     else:
         net.power_off("b")
     code, _, lines = training.end()
     assert time.monotonic() - begin < 20
-    assert code == 1 and "has not responded for 15 s (rank 1)" in lines[0], lines
+    assert code == expected[0] and expected[1] in lines[0], lines
     if fault == "link":
         net.link("b", is_up=True)
-    else:
+    elif fault == "power":
         net.power_on("b")
     assert training.resumed() == undisturbed
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_faults_end_the_job_with_their_cause(net, shared, seed):
+def test_random_faults_end_the_job_with_their_cause(net, folder, seed):
     """A rank or a host is killed at random: nothing hangs, and nothing is left."""
     generator = random.Random(seed)
     way, victim = generator.choice(["ssh", "meet"]), generator.choice("abc")
     kind = generator.choice(["rank", "command", "power"])
-    folder = shared / f"random.{seed}"
     words = [STUB, folder, "wait"]
     if way == "ssh":
         jobs = {"d": net.start("d", [*RUN, "-H", "a:1,b:1,c:1", *words])}

@@ -115,7 +115,6 @@ class Network:
         self._switch: subprocess.Popen[bytes] | None = None
         self._first: dict[str, int] = {}
         self._changed: set[str] = set()
-        self._bridges: set[tuple[str, str]] = set()
         self._hosts: list[subprocess.Popen[bytes]] = []
         self._started: list[subprocess.Popen[str]] = []
 
@@ -205,15 +204,19 @@ class Network:
         (child,) = psutil.Process(process.pid).children()
         child.send_signal(number)
 
-    def link(self, name: str, *, is_up: bool, network: int = 0) -> None:
-        """Plug a host's cable in, or out."""
+    def link(self, name: str, *, is_up: bool) -> None:
+        """Plug a host's first cable in, or out."""
         self._changed.add(name)
-        state = "up" if is_up else "down"
-        self._on_switch(f"ip link set to-{name}{network} {state}")
+        self._on_switch(f"ip link set to-{name}0 {'up' if is_up else 'down'}")
+
+    def rename(self, name: str, other: str) -> None:
+        """Give a host another name of its own."""
+        self._changed.add(name)
+        launch([*self._enter(name), "hostname", other], check=True)
 
     def add_bridge(self, name: str, card: str, address: str) -> None:
         """A bridge of a host's own, as a container engine makes it."""
-        self._bridges.add((name, card))
+        self._changed.add(name)
         for words in (
             f"ip link add {card} type bridge",
             f"ip addr add {address} dev {card}",
@@ -280,17 +283,11 @@ class Network:
                 process.communicate()
         for name in self.names:
             self.write_hosts(name)
-            if name not in self._first:
+            if name in self._changed and self.is_on(name):
+                self.power_off(name)
+            if not self.is_on(name):
                 self.power_on(name)
-                continue
-            if name in self._changed:
-                for network in (0, 1):
-                    self.link(name, is_up=True, network=network)
-                self.drop_rules(name)
-        for name, card in self._bridges:
-            self._in_net(name, f"ip link del {card}", check=False)
         self._changed.clear()
-        self._bridges.clear()
 
     def bytes_of(self, name: str, network: int) -> int:
         """Bytes that a host's card has sent and received."""
@@ -302,7 +299,7 @@ class Network:
     def drop_rules(self, name: str, *rules: str) -> None:
         """A firewall: rules of `ip rule` before the one for the host's own addresses.
 
-        `blackhole` drops what comes in without a word. Without rules all may come in.
+        `blackhole` drops what comes in without a word.
         """
         self._changed.add(name)
         self._in_net(name, "ip rule flush")

@@ -5,7 +5,7 @@ import sys
 from importlib import metadata
 
 import pytest
-from test_training import TRAIN, alone, assert_equal, found_of
+from test_training import TRAIN, alone, assert_trained, count_ranks
 
 __all__ = ["alone"]  # a fixture
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"left out: no {missing(
 def start(net, *words, hosts="a:1,b:1", **env):
     """A command of one rank on each of two hosts, or of others."""
     mpirun = ["mpirun", "--allow-run-as-root", "-H", hosts]
-    mpirun += ["-np", sum(int(host.split(":")[1]) for host in hosts.split(","))]
+    mpirun += ["-np", count_ranks(hosts)]
     for name in ("PATH", "PYTHONPATH", "KERAS_DIST_STALL_SECONDS"):
         mpirun += ["-x", name]
     env = {"KERAS_DIST_STALL_SECONDS": "120", **env}
@@ -39,31 +39,20 @@ def docker(net):
         net.add_bridge(name, "docker0", "172.17.0.1/16")
 
 
-def assert_trains_as_one_process(net, shared, alone, hosts):
-    """Each rank knows its place, and has the weights of plain Keras."""
-    counts = {host[0]: int(host[2:]) for host in hosts.split(",")}
-    size, path = sum(counts.values()), shared / f"mpirun.{hosts}.npy"
+_MORE = "a:2,b:2", "a:1,b:1,c:1"
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    ["a:1,b:1", *(pytest.param(more, marks=pytest.mark.long) for more in _MORE)],
+)
+def test_hosts_train_as_one_process(net, shared, alone, request, hosts):
+    """Two that both have docker, on whose network MPI would wait for ever; and more."""
+    if hosts not in _MORE:
+        request.getfixturevalue("docker")
+    path = shared / f"mpirun.{hosts}.npy"
     done = start(net, sys.executable, TRAIN, path, hosts=hosts)
-    assert done.returncode == 0, done.stderr
-    assert found_of(done.stdout, size) == [
-        (local, count, host) for host, count in counts.items() for local in range(count)
-    ]
-    assert f"{size} on {len(counts)} hosts" in done.stdout
-    assert_equal(path, alone(size))
-
-
-def test_two_hosts_that_both_have_docker_train_as_one_process(
-    net, shared, alone, docker
-):
-    """MPI would wait for ever on the network of docker's bridge."""
-    assert_trains_as_one_process(net, shared, alone, "a:1,b:1")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", ["a:2,b:2", "a:1,b:1,c:1"])
-def test_more_ranks_and_more_hosts_train_as_one_process(net, shared, alone, hosts):
-    """Two hosts with two ranks each, and three with one."""
-    assert_trains_as_one_process(net, shared, alone, hosts)
+    assert_trained(done, hosts, path, alone)
 
 
 def test_a_network_that_leads_nowhere_ends_the_job(net, shared, docker):

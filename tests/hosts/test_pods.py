@@ -1,8 +1,6 @@
 """The pods of `examples/kubernetes/`, as hosts: their commands, variables and names."""
 
-import contextlib
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -49,19 +47,6 @@ def words(of, env, folder=ROOT / "examples"):
     return ["env", "-C", folder, path, *command]
 
 
-@pytest.fixture
-def names(net):
-    """Gives hosts the names of pods, and takes them back."""
-
-    def give(pods):
-        for name, pod in pods.items():
-            assert net.run(name, ["hostname", pod]).returncode == 0
-
-    yield give
-    for name in net.names:
-        net.run(name, ["hostname", name])
-
-
 def resolve(net, name, pods, service, known):
     """Write a pod's /etc/hosts: its own name, and what the cluster's DNS knows."""
     lines = ["127.0.0.1 localhost"]
@@ -88,13 +73,14 @@ print(*(os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "CROSS_SIZE")
 
 
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_pods_of_the_job_are_one(net, names, shared, trains):
+def test_the_pods_of_the_job_are_one(net, shared, trains):
     """The second one comes first, and the name of the first one is not known yet."""
     folder = ROOT / "examples" if trains else shared
     (shared / "digits.py").write_text(_NUMBERS)
     pods = {"a": "digits-0", "b": "digits-1"}
     service = documents("job.yaml")["Service"]["metadata"]["name"]
-    names(pods)
+    for name, pod in pods.items():
+        net.rename(name, pod)
     resolve(net, "a", pods, service, "a")
     resolve(net, "b", pods, service, "b")
     second = started(net, "b", 1, folder)
@@ -112,51 +98,31 @@ def test_the_pods_of_the_job_are_one(net, names, shared, trains):
         assert sorted((printed + also_printed).splitlines()) == expected
 
 
-@contextlib.contextmanager
-def mounted(net, name, folder, files):
-    """Context manager in which files of a host are others."""
-    for path, text in files.items():
-        source = folder / path.replace("/", "_")
-        source.write_text(text)
-        done = net.run(name, ["mount", "--bind", source, path])
-        assert done.returncode == 0, done.stderr
-    try:
-        yield
-    finally:
-        for path in files:
-            net.run(name, ["umount", path])
-
-
 @pytest.fixture
-def key(shared):
+def key(folder):
     """The folder of the job's key, which the operator makes and mounts in each pod."""
-    folder = shared / "pods"
-    (folder / ".ssh").mkdir(parents=True)
+    (folder / ".ssh").mkdir()
     words = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-N", ""]
     subprocess.run([*words, "-f", folder / ".ssh" / "id_rsa"], check=True)
     public = folder / ".ssh" / "id_rsa.pub"
     shutil.copy(public, folder / ".ssh" / "authorized_keys")
-    yield folder
-    shutil.rmtree(folder)
+    return folder
 
 
 @pytest.mark.long
-def test_the_pods_of_the_mpi_operator_train_as_one(net, names, key):
+def test_the_pods_of_the_mpi_operator_train_as_one(net, key):
     """A launcher without ranks, and two workers that know each other by the key."""
     spec = documents("mpijob.yaml")["MPIJob"]["spec"]
     pods = {"a": "digits-launcher", "b": "digits-worker-0", "c": "digits-worker-1"}
-    names(pods)
-    for name in pods:
+    for name, pod in pods.items():
+        net.rename(name, pod)
         resolve(net, name, pods, "digits", "abc")
-    texts = {
-        name: (FOLDER / name).read_text().replace(HOME, str(key))
-        for name in ("ssh_config", "sshd_config")
-    }
+    for name in ("ssh_config", "sshd_config"):
+        (key / name).write_text((FOLDER / name).read_text().replace(HOME, str(key)))
     slots = spec["slotsPerWorker"]
     workers = [f"digits-worker-{k}.digits.default.svc" for k in (0, 1)]
     hostfile = key / "hostfile"
     hostfile.write_text("".join(f"{each} slots={slots}\n" for each in workers))
-    (key / "sshd_config").write_text(texts["sshd_config"])
     template = spec["mpiReplicaSpecs"]["Worker"]["template"]
     sshd = [*container(template)["command"], "-f", key / "sshd_config"]
     for name in "bc":
@@ -166,15 +132,13 @@ def test_the_pods_of_the_mpi_operator_train_as_one(net, names, key):
     command = [
         hostfile if word == "/etc/mpi/hostfile" else word for word in words(of, env)
     ]
-    with mounted(net, "a", key, {"/etc/ssh/ssh_config": texts["ssh_config"]}):
-        port = template["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]["port"]
-        for worker in workers:
-            knock = ["bash", "-c", f"exec 3<>/dev/tcp/{worker}/{port}"]
-            until(lambda k=knock: not net.run("a", k).returncode, "sshd")
-        done = net.run("a", command, timeout=180, **env)
-    for name in "bc":
-        for process in net.processes(name, str(key / "sshd_config")):  # not the host's
-            process.send_signal(signal.SIGKILL)
+    bound = net.run("a", ["mount", "--bind", key / "ssh_config", "/etc/ssh/ssh_config"])
+    assert bound.returncode == 0, bound.stderr
+    port = template["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]["port"]
+    for worker in workers:
+        knock = ["bash", "-c", f"exec 3<>/dev/tcp/{worker}/{port}"]
+        until(lambda k=knock: not net.run("a", k).returncode, "sshd")
+    done = net.run("a", command, timeout=180, **env)
     assert done.returncode == 0, done.stderr
     assert "4 on 2 hosts" in done.stdout
     assert "validation accuracy" in done.stdout

@@ -81,10 +81,8 @@ def tried(net, stranger, host, ports):
 
 
 @pytest.fixture
-def script(shared, request):
+def script(folder):
     """A script whose ranks wait, in a folder that all hosts see."""
-    folder = shared / request.node.name
-    folder.mkdir()
     return Path(write_script(folder, _WAITS))
 
 

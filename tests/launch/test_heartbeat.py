@@ -7,7 +7,7 @@ import pytest
 from launch import until
 
 from keras_dist.clusters import Place
-from keras_dist.launch.meeting import Interrupted, Meeting
+from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.store import StoreClient
 
 
@@ -43,22 +43,22 @@ def test_a_host_does_not_take_itself_for_lost(first):
     assert first.lost == [1]
 
 
-def meet(*tasks, size=2):
-    """One thread for each task, each with a host of a job; what the tasks return."""
+def gather_on_both(*values):
+    """A thread for each of two hosts, which gather the sum of values."""
     found, port, meetings = {}, 0, []
-    for number in range(len(tasks)):
-        place = Place("keras-dist run", number, size, address="127.0.0.1", port=port)
+    for number in range(2):
+        place = Place("keras-dist run", number, 2, address="127.0.0.1", port=port)
         meetings.append(Meeting(place, "secret", kind="host", name="a", timeout=5.0))
         port = meetings[0]._port
 
     def run(number):
         with meetings[number] as meeting:
-            value = tasks[number](meeting)
+            value = meeting.gather("report", values[number], lambda v: {"sum": sum(v)})
         found[number] = value
 
-    for number in range(len(tasks)):
+    for number in range(2):
         threading.Thread(target=run, args=[number], daemon=True).start()
-    until(lambda: len(found) == len(tasks), "all tasks")
+    until(lambda: len(found) == 2, "both hosts")
     return found
 
 
@@ -75,27 +75,5 @@ def test_a_value_that_an_outage_has_lost_is_sent_again(monkeypatch, name):
         return request(client, method, path, body)
 
     monkeypatch.setattr(StoreClient, "_request", fail)
-
-    def gather(value):
-        return lambda meeting: meeting.gather(
-            "report", value, lambda values: {"sum": sum(values)}
-        )
-
-    assert meet(gather(1), gather(2)) == {0: {"sum": 3}, 1: {"sum": 3}}
+    assert gather_on_both(1, 2) == {0: {"sum": 3}, 1: {"sum": 3}}
     assert counts[name] > 12
-
-
-def test_a_host_that_the_first_one_interrupts_knows_the_signal():
-    """Although the first one has left, and its heartbeats with it."""
-
-    def stop(meeting):
-        until(lambda: len(meeting.find("beat")) > 1, "the other host")
-        meeting._stopped = [15]
-        return wait(meeting)
-
-    def wait(meeting):
-        with pytest.raises(Interrupted) as found:
-            meeting.join("", lambda values: {})
-        return found.value.args
-
-    assert meet(stop, wait, size=3) == {0: (15,), 1: (15,)}

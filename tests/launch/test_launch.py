@@ -434,28 +434,15 @@ def test_what_no_host_is_called_is_an_error_wherever_hosts_are_named(tmp_path):
     assert not called.exists()
 
 
-_STORE = """
-import sys, time
-sys.argv[0] = "keras-dist"
-from keras_dist.launch.store import Store
-print(Store("secret").port, flush=True)
-time.sleep(100)
-"""
-
-
-def test_many_ranks_find_the_store_at_once():
+def test_many_ranks_find_the_store_at_once(store):
     """Even while it cannot answer; Horovod's own has room for five of them."""
-    store = start([sys.executable, "-c", _STORE], stderr=None)
-    try:
-        port = int(store.stdout.readline())
-        store.send_signal(signal.SIGSTOP)
-        # Nobody takes them: one that finds no room is never connected.
-        ranks = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(300)]
-        for rank in ranks:
-            rank.close()
-    finally:
-        store.kill()
-        store.communicate()
+    store.shutdown()
+    # Nobody takes them: one that finds no room is never connected.
+    ranks = [
+        socket.create_connection(("127.0.0.1", store.port), 10) for _ in range(300)
+    ]
+    for rank in ranks:
+        rank.close()
 
 
 def test_a_function_runs_on_ranks_and_returns_their_values(capfd):

@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from forked import torchrun
 from launch import PYTHONPATH, ROOT, RUN, free_port, launch, start, until, write_script
 from test_launch import run
+from test_rendezvous import slurm
 
 from keras_dist.clusters import Place
 from keras_dist.launch.meeting import Meeting
@@ -60,26 +62,20 @@ def test_a_job_that_meets_starts_again_and_prints_the_first_cause(
     assert other_errors == ""
 
 
-def test_ctrl_c_of_one_command_ends_all(tmp_path, left_behind):
-    """With the same exit code; nothing is left behind."""
+@pytest.mark.parametrize("is_read", [True, False])
+def test_ctrl_c_of_one_command_ends_all(tmp_path, left_behind, is_read):
+    """With the same exit code; nothing is left behind.
+
+    Also where nobody reads what the first host says, as where its terminal is gone.
+    """
     processes = meet("-np", 2, write_script(tmp_path, _SCRIPT))
-    assert "rank" in processes[1].stdout.readline()
-    processes[1].send_signal(signal.SIGINT)
-    for code, _, errors in ended(*processes):
-        assert code == 128 + signal.SIGINT
-        assert "keras-dist: ended by SIGINT on " in errors, errors
-
-
-def test_a_job_ends_although_nobody_reads_what_the_first_host_says(
-    tmp_path, left_behind
-):
-    """As where the terminal is gone: its message is lost, the other host ends."""
-    processes = meet("-np", 1, write_script(tmp_path, _SCRIPT))
     assert "rank" in processes[0].stdout.readline()
-    processes[0].stderr.close()
+    if not is_read:
+        processes[0].stderr.close()
     processes[1].send_signal(signal.SIGINT)
-    codes = [process.wait(20) for process in processes]
-    assert codes == [128 + signal.SIGINT] * 2
+    for code, _, errors in ended(*processes, seconds=20):
+        assert code == 128 + signal.SIGINT
+        assert "keras-dist: ended by SIGINT on " in errors or not is_read, errors
 
 
 @pytest.mark.long
@@ -155,12 +151,20 @@ print(*(os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOCAL_SIZE")
 """
 
 
-def test_a_launcher_that_another_one_has_started_several_times_is_an_error():
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (torchrun, "Received: rank 1 of 2 from RANK, WORLD_SIZE,"),
+        (slurm, "Let srun start the script, without `keras-dist run`"),
+    ],
+)
+def test_a_launcher_that_another_one_has_started_several_times_is_an_error(
+    variables, message
+):
     """Each would start ranks for all of the data, and write the same files."""
-    step = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    done = run("-np", 2, "-m", "this", **step)
+    done = run("-np", 2, "-m", "this", **variables(1, 2, 1))
     assert done.returncode == 1 and done.stdout == ""
-    assert "Received: rank 1 of 2 from RANK, WORLD_SIZE," in done.stderr
+    assert message in done.stderr
 
 
 def test_the_command_for_kubeflow_runs_as_one_job(tmp_path):

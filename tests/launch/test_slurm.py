@@ -28,12 +28,15 @@ def assert_equals_one_process(cluster, path):
 
 
 @pytest.mark.parametrize(
-    "options", [["-N2"], ["-N1", "--overcommit"]], ids=["nodes", "node"]
+    ("options", "variables"),
+    [(["-N2"], {"KERAS_DIST_SECRET": ""}), (["-N1", "--overcommit"], {})],
+    ids=["nodes", "node"],
 )
-def test_srun_trains_as_one_process(cluster, tmp_path, options):
-    """Two tasks, on two nodes or on one."""
+def test_srun_trains_as_one_process(cluster, tmp_path, options, variables):
+    """Two tasks, on two nodes without a secret, or on one node."""
     path, count = tmp_path / "weights.npy", 3 - int(options[0][-1])  # on each node
-    done = cluster.run("srun", "-n2", *options, sys.executable, TRAIN, path)
+    words = ["srun", "-n2", *options, sys.executable, TRAIN, path]
+    done = cluster.run(*words, **variables)
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.splitlines() if "found " in line]
     found = sorted(json.loads(line.partition("found ")[2]) for line in found)
@@ -62,22 +65,6 @@ def test_tasks_that_are_ranks_save_at_sigusr1_and_go_on(cluster, tmp_path):
     assert not path.exists()
     assert cluster.run(*words, path, **variables).returncode == 0
     assert_equals_one_process(cluster, path)
-
-
-def test_a_launcher_in_each_task_is_an_error(cluster):
-    """Each would start ranks that train on all rows; it says what to call."""
-    done = cluster.run("srun", "-N2", "-n2", *RUN, "-np", "2", "true")
-    assert done.returncode == 1
-    assert "Let srun start the script, without `keras-dist run`" in done.stderr
-
-
-@pytest.mark.long
-def test_tasks_are_ranks_without_a_secret(cluster):
-    """By SLURM's variables alone: `srun -N2 -n2 python script.py`."""
-    code = "import keras_dist; print(keras_dist.gather(keras_dist.init().size))"
-    words = ["srun", "-N2", "-n2", sys.executable, "-c", code]
-    done = cluster.run(*words, KERAS_DIST_SECRET="")
-    assert done.returncode == 0 and done.stdout.count("[2, 2]") == 2, done.stderr
 
 
 def test_a_launcher_in_one_task_saves_at_sigusr1(cluster, tmp_path):

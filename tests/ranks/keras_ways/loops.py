@@ -22,12 +22,6 @@ class Centralized(keras.optimizers.RMSprop):
         super().update_step(gradient, variable, learning_rate)
 
 
-@LOOPS.way("gradient centralization: an optimizer of the user's", is_traced=True)
-def centralized(run):
-    model = run.compile(perceptron(4, 1, inputs=5), Centralized(0.01), "mse")
-    return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)
-
-
 class Signed(keras.optimizers.Optimizer):
     """An optimizer of the user's from the ground up, with a state and `apply`."""
 
@@ -50,10 +44,23 @@ class Signed(keras.optimizers.Optimizer):
         self.assign_sub(variable, learning_rate * ops.tanh(slow))
 
 
-@LOOPS.way("an optimizer of the user's with a norm of all gradients")
-def users_optimizer(run):
-    model = run.compile(perceptron(4, 1, inputs=5), Signed(0.05), "mse")
-    return model, run.fit(model, floats(5), floats(1, seed=1))
+@LOOPS.way(
+    "accumulated gradients and a moving average of the weights",
+    lambda: keras.optimizers.AdamW(
+        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8
+    ),
+)
+@LOOPS.way(
+    "an optimizer of the user's with a norm of all gradients", lambda: Signed(0.05)
+)
+@LOOPS.way(
+    "gradient centralization: an optimizer of the user's",
+    lambda: Centralized(0.01),
+    is_traced=True,
+)
+def one_optimizer(run, make):
+    model = run.compile(perceptron(4, 1, inputs=5), make(), "mse")
+    return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)
 
 
 class PerGlobalStep(keras.optimizers.schedules.LearningRateSchedule):
@@ -284,12 +291,3 @@ def layered(run):
     run.compile(model, optimizer, "mse", run_eagerly=False, steps_per_execution=2)
     history = run.fit(model, floats(5), floats(1, seed=1), epochs=2)
     return model.weights, body, head, history
-
-
-@LOOPS.way("accumulated gradients and a moving average of the weights")
-def accumulated(run):
-    optimizer = keras.optimizers.AdamW(
-        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.8
-    )
-    model = run.compile(perceptron(4, 1, inputs=5), optimizer, "mse")
-    return model, run.fit(model, floats(5), floats(1, seed=1), epochs=2)

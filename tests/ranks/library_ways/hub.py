@@ -6,7 +6,7 @@ import numpy as np
 from keras_ways.data import integers, padded
 from keras_ways.way import ROWS, Registry
 
-HUB = Registry("KerasHub")
+HUB = Registry("KerasHub", is_traced=True)
 
 _LENGTH = 8
 # Backbones of two layers.
@@ -96,25 +96,24 @@ def train_tokens(run, model, **how):
 
 # Decorators are applied from the last to the first, which is the order of the ways. A
 # Mixtral of another dtype is an error of KerasHub, which mixes it with float32.
-@HUB.way("Gemma from token arrays", gemma, is_traced=True, rounds_as="float32")
+@HUB.way("Gemma from token arrays", gemma, rounds_as="float32")
 @HUB.way(
     "Mixtral without its load-balancing loss",
     lambda: mixtral(0.0),
-    is_traced=True,
     on_three=True,
     dtypes=("float32",),
 )
-@HUB.way("GPT-2 from token arrays", gpt2, is_traced=True, on_three=True)
+@HUB.way("GPT-2 from token arrays", gpt2, on_three=True)
 def from_tokens(run, make):
     return train_tokens(run, make())
 
 
-@HUB.way("GPT-2 with XLA", is_traced=True)
+@HUB.way("GPT-2 with XLA")
 def gpt2_xla(run):
     return train_tokens(run, gpt2(), jit_compile=True)
 
 
-@HUB.way("GPT-2 in mixed_bfloat16", is_traced=True, on_three=True, rounds_as="bfloat16")
+@HUB.way("GPT-2 in mixed_bfloat16", on_three=True, rounds_as="bfloat16")
 def gpt2_bfloat16(run):
     return train_tokens(
         run, gpt2(dtype="mixed_bfloat16"), optimizer=keras.optimizers.SGD(0.1)
@@ -122,7 +121,7 @@ def gpt2_bfloat16(run):
 
 
 # Keras makes the weights of LoRA in float32.
-_LORA = {"is_traced": True, "rounds_as": "float32"}
+_LORA = {"rounds_as": "float32"}
 
 
 @HUB.way("Gemma with LoRA in int8", gemma, True, **_LORA)
@@ -137,7 +136,7 @@ def low_rank(run, make, is_int8):
     return train_tokens(run, model)
 
 
-@HUB.way("GPT-2 from strings", is_traced=True)
+@HUB.way("GPT-2 from strings")
 def gpt2_strings(run):
     model = gpt2(gpt2_preprocessor())
     run.compile(model, keras.optimizers.Adam(1e-3), **next_token())
@@ -145,13 +144,13 @@ def gpt2_strings(run):
     return model, run.fit(model, sentences(), **given)
 
 
-@HUB.way("GPT-2 from strings, by its own compile and with XLA", is_traced=True)
+@HUB.way("GPT-2 from strings, by its own compile and with XLA")
 def gpt2_default(run):
     model = run.compile(gpt2(gpt2_preprocessor()), jit_compile=True)
     return model, run.fit(model, sentences(), epochs=2)
 
 
-@HUB.way("GPT-2 from a data set of strings", is_traced=True)
+@HUB.way("GPT-2 from a data set of strings")
 def gpt2_dataset(run):
     model = gpt2(gpt2_preprocessor())
     run.compile(model, keras.optimizers.Adam(1e-3), **next_token())
@@ -173,7 +172,7 @@ def bert():
     )
 
 
-@HUB.way("BERT classifier from strings", is_traced=True)
+@HUB.way("BERT classifier from strings")
 def bert_strings(run):
     model, y = bert(), integers(3)
     run.compile(model, keras.optimizers.AdamW(1e-3), **classifying())
@@ -181,7 +180,7 @@ def bert_strings(run):
     return model, run.fit(model, sentences(), y, **given)
 
 
-@HUB.way("BERT classifier from a data set of strings", is_traced=True, on_three=True)
+@HUB.way("BERT classifier from a data set of strings", on_three=True)
 def bert_dataset(run):
     model = bert()
     run.compile(model, keras.optimizers.AdamW(1e-3), **classifying())
@@ -189,7 +188,7 @@ def bert_dataset(run):
     return model, run.fit(model, data, epochs=2)
 
 
-@HUB.way("BERT classifier from strings, by its own compile", is_traced=True)
+@HUB.way("BERT classifier from strings, by its own compile")
 def bert_default(run):
     model = run.compile(bert())
     return model, run.fit(model, sentences(), integers(3), epochs=2)
@@ -212,7 +211,7 @@ def vit():
     )
 
 
-@HUB.way("ViT classifier with its preprocessor", is_traced=True, on_three=True)
+@HUB.way("ViT classifier with its preprocessor", on_three=True)
 def vit_pictures(run):
     model = vit()
     run.compile(model, keras.optimizers.SGD(0.1), **classifying())
@@ -220,7 +219,7 @@ def vit_pictures(run):
     return model, run.fit(model, x, y, epochs=2, validation_data=(x[:9], y[:9]))
 
 
-@HUB.way("ViT classifier by its own compile, from a data set, with XLA", is_traced=True)
+@HUB.way("ViT classifier by its own compile, from a data set, with XLA")
 def vit_default(run):
     model = run.compile(vit(), jit_compile=True)
     data = run.batches(integers(256, 20, 20, 3).astype("uint8"), integers(3))
@@ -270,7 +269,7 @@ def boxes():
     }
 
 
-@HUB.way("RetinaNet", is_traced=True, on_three=True)
+@HUB.way("RetinaNet", on_three=True)
 def retinanet_arrays(run):
     # With SGD, which shows a wrong factor.
     model, y = retinanet(), boxes()

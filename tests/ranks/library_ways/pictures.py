@@ -7,7 +7,7 @@ from keras_ways.way import ROWS, Registry
 
 import keras_dist
 
-PICTURES = Registry("keras.applications")
+PICTURES = Registry("keras.applications", is_traced=True)
 
 
 def write_pictures(folder):
@@ -45,7 +45,7 @@ def normalize(base):
     base(keras.applications.mobilenet_v2.preprocess_input(pictures), training=True)
 
 
-@PICTURES.way("MobileNetV2, from a folder of pictures", is_traced=True, on_three=True)
+@PICTURES.way("MobileNetV2, from a folder of pictures", on_three=True)
 def mobilenet(run):
     base = keras.applications.MobileNetV2(
         (32, 32, 3), alpha=0.35, include_top=False, weights=None, pooling="avg"

@@ -6,7 +6,7 @@ from keras import ops
 from keras_ways.data import floats, integers
 from keras_ways.way import Registry
 
-RECOMMENDERS = Registry("KerasRS")
+RECOMMENDERS = Registry("KerasRS", is_traced=True)
 
 _USERS, _ITEMS, _WIDTH = 20, 30, 4
 
@@ -49,8 +49,8 @@ class TwoTowers(keras.Model):
         return self.loss_of_items(y, scores, sample_weight)
 
 
-@RECOMMENDERS.way("retrieval by two towers, from a data set", True, is_traced=True)
-@RECOMMENDERS.way("retrieval by two towers", False, is_traced=True, on_three=True)
+@RECOMMENDERS.way("retrieval by two towers, from a data set", True)
+@RECOMMENDERS.way("retrieval by two towers", False, on_three=True)
 def retrieval(run, is_dataset):
     keras.utils.set_random_seed(1)
     model = run.compile(TwoTowers(), keras.optimizers.Adagrad(0.1))
@@ -90,14 +90,12 @@ def train_ratings(run, model):
     return model, run.fit(model, x, y, epochs=2, validation_data=(some, y[:9]))
 
 
-@RECOMMENDERS.way("ranking by FeatureCross", is_traced=True, on_three=True)
+@RECOMMENDERS.way("ranking by FeatureCross", on_three=True)
 def feature_cross(run):
     return train_ratings(run, ranking("cross"))
 
 
-@RECOMMENDERS.way(
-    "ranking by DotInteraction, from a data set", is_traced=True, on_three=True
-)
+@RECOMMENDERS.way("ranking by DotInteraction, from a data set", on_three=True)
 def dot_interaction(run):
     model = ranking("dot")
     run.compile(model, keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
@@ -105,7 +103,7 @@ def dot_interaction(run):
     return model, run.fit(model, data, epochs=2, validation_data=data)
 
 
-@RECOMMENDERS.way("ranking by a listwise loss", is_traced=True, on_three=True)
+@RECOMMENDERS.way("ranking by a listwise loss", on_three=True)
 def listwise(run):
     model = keras.Sequential(
         [
@@ -140,10 +138,8 @@ def purchases():
     return x, floats(1, seed=2)
 
 
-@RECOMMENDERS.way(
-    "DistributedEmbedding, from a data set", True, is_traced=True, on_three=True
-)
-@RECOMMENDERS.way("DistributedEmbedding", False, is_traced=True, on_three=True)
+@RECOMMENDERS.way("DistributedEmbedding, from a data set", True, on_three=True)
+@RECOMMENDERS.way("DistributedEmbedding", False, on_three=True)
 def embedding(run, is_dataset):
     model = distributed_embedding()
     run.compile(model, keras.optimizers.Adagrad(0.1), "mse")
