@@ -21,26 +21,21 @@ def fit(model, *args, **kwargs):
 
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
-def test_no_data_and_too_few_rows(world, make_model):
-    """A rank without a row could take no step."""
-    model = make_model()
+def test_unusable_models_and_too_few_rows(world, make_model, rows):
+    """Not a model, or not compiled; a rank without a row could take no step."""
+    model, plain = make_model(), keras.Sequential([keras.layers.Dense(1)])
     none, few, nine = (
         (np.zeros((count, 5)), np.zeros(count)) for count in (0, world.size - 1, 9)
     )
-    for call, text in (
-        (fit(model), "There is no data to train on"),
-        (fit(model, *none), "There is no data to train on"),
-        (fit(model, *few), f"{world.size - 1} rows for {world.size} ranks"),
-        (fit(model, *nine, validation_data=none), "nothing to validate on"),
+    for kind, call, text in (
+        (TypeError, fit("model", *rows), "must be a keras.Model"),
+        (ValueError, fit(plain, *rows), "model.compile"),
+        (ValueError, fit(model), "There is no data to train on"),
+        (ValueError, fit(model, *none), "There is no data to train on"),
+        (ValueError, fit(model, *few), f"{world.size - 1} rows for {world.size} ranks"),
+        (ValueError, fit(model, *nine, validation_data=none), "nothing to validate on"),
     ):
-        raises_everywhere(ValueError, call, text)
-
-
-def test_unusable_models(rows):
-    """Not a model, or not compiled."""
-    raises_everywhere(TypeError, fit("model", *rows), "must be a keras.Model")
-    plain = keras.Sequential([keras.layers.Dense(1)])
-    raises_everywhere(ValueError, fit(plain, *rows), "model.compile")
+        raises_everywhere(kind, call, text)
 
 
 @pytest.mark.several_ranks
