@@ -77,28 +77,28 @@ def unseeded(world):
     np.random.seed(100 + world.rank)
 
 
-@pytest.mark.parametrize(
-    ("make", "is_own"),
-    [(endless, False), (dataset, False), (Shuffled, False)]
-    + [(endless, True), (Shuffled, True)],
-)
-def test_a_loader_without_a_seed_reads_every_row_once_an_epoch(world, make, is_own):
-    """Shuffled by `numpy.random`, in each pass or in `on_epoch_end`.
-
-    One with a generator of its own does so with `shard="first"`.
-    """
+@pytest.mark.parametrize("make", [endless, dataset, Shuffled])
+def test_a_loader_without_a_seed_reads_every_row_once_an_epoch(world, make):
+    """Shuffled by `numpy.random`, in each pass or in `on_epoch_end`."""
     unseeded(world)
-    if is_own:
-        data, how = make(np.random.default_rng(world.rank)), {"shard": "first"}
-    else:
-        data = keras_dist.broadcast(Shuffled() if make is Shuffled else None)
-        data, how = data or make(), {}
+    data = keras_dist.broadcast(Shuffled() if make is Shuffled else None) or make()
     model, steps = counting_model(), None if make is Shuffled else 4
-    how |= {"batch": "global", "steps_per_epoch": steps, "epochs": 3, "verbose": 0}
-    keras_dist.dist_fit(model, data, **how)
+    given = {"steps_per_epoch": steps, "epochs": 3, "verbose": 0}
+    keras_dist.dist_fit(model, data, batch="global", **given)
     np.testing.assert_allclose(model.get_weights()[0], 3, rtol=1e-5)
     after = keras_dist.gather([random.random(), np.random.rand()])
     assert after.count(after[0]) == world.size
+
+
+@pytest.mark.parametrize("is_sequence", [True, False])
+def test_the_first_rank_reads_a_loader_with_its_own_generator(world, is_sequence):
+    """With `shard="first"` every row is trained on once an epoch."""
+    generator = np.random.default_rng(world.rank)
+    data = (Shuffled if is_sequence else endless)(generator)
+    model, steps = counting_model(), None if is_sequence else 4
+    given = {"steps_per_epoch": steps, "epochs": 3, "verbose": 0}
+    keras_dist.dist_fit(model, data, batch="global", shard="first", **given)
+    np.testing.assert_allclose(model.get_weights()[0], 3, rtol=1e-5)
 
 
 def test_an_error_of_the_first_ranks_loader(world):
