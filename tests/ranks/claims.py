@@ -103,7 +103,9 @@ def assert_equals_one_process(
     data,
     batch_size=8,
     *,
+    fit=keras_dist.dist_fit,
     batch="rank",
+    factor=1,
     plain_make=None,
     plain_data=None,
     tolerance=1e-5,
@@ -118,7 +120,9 @@ def assert_equals_one_process(
         data: Arrays; or a function that makes data in batches of so many rows, or a
             dict of that and of other arguments.
         batch_size: Rows of a batch of `dist_fit`.
+        fit: Trains on all ranks; all but `dist_fit` has no options that are not given.
         batch: As of `dist_fit`. With "rank" plain Keras has the batches of all ranks.
+        factor: On the rate of plain Keras while it trains.
         plain_make: Makes what plain Keras trains, if that is something else.
         plain_data: What plain Keras is given, if that is something else.
         tolerance: Of weights, the optimizer's state, and logs.
@@ -142,15 +146,22 @@ def assert_equals_one_process(
         return model, fit(model, *given, **arguments, **more)
 
     def fit_plainly(model, *data, **arguments):
-        return model.fit(*data, **arguments)  # also a `fit` of the model's own
+        if factor != 1:
+            rate = float(model.optimizer.learning_rate)
+            model.optimizer.learning_rate = factor * rate
+        history = model.fit(*data, **arguments)  # also a `fit` of the model's own
+        if factor != 1:
+            model.optimizer.learning_rate = rate
+        return history
 
     plain = data if plain_data is None else plain_data
     total = batch_size * (keras_dist.size() if batch == "rank" else 1)
     oracle = train_on_one_process(
         lambda: train(fit_plainly, plain_make or make, plain, total)
     )
-    options = {"batch": batch, "lr_scaling": "none"} | dict(options)
-    model, history = train(keras_dist.dist_fit, make, data, batch_size, **options)
+    if fit is keras_dist.dist_fit:
+        options = {"batch": batch, "lr_scaling": "none"} | dict(options)
+    model, history = train(fit, make, data, batch_size, **dict(options))
     assert largest_difference(model, oracle) <= tolerance
     assert_equal_to_the_bit(model)
     found = history.history

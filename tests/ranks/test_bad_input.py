@@ -21,26 +21,21 @@ def fit(model, *args, **kwargs):
 
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
-def test_no_data_and_too_few_rows(world, make_model):
-    """A rank without a row could take no step."""
-    model = make_model()
+def test_unusable_models_and_too_few_rows(world, make_model, rows):
+    """Not a model, or not compiled; a rank without a row could take no step."""
+    model, plain = make_model(), keras.Sequential([keras.layers.Dense(1)])
     none, few, nine = (
         (np.zeros((count, 5)), np.zeros(count)) for count in (0, world.size - 1, 9)
     )
-    for call, text in (
-        (fit(model), "There is no data to train on"),
-        (fit(model, *none), "There is no data to train on"),
-        (fit(model, *few), f"{world.size - 1} rows for {world.size} ranks"),
-        (fit(model, *nine, validation_data=none), "nothing to validate on"),
+    for kind, call, text in (
+        (TypeError, fit("model", *rows), "must be a keras.Model"),
+        (ValueError, fit(plain, *rows), "model.compile"),
+        (ValueError, fit(model), "There is no data to train on"),
+        (ValueError, fit(model, *none), "There is no data to train on"),
+        (ValueError, fit(model, *few), f"{world.size - 1} rows for {world.size} ranks"),
+        (ValueError, fit(model, *nine, validation_data=none), "nothing to validate on"),
     ):
-        raises_everywhere(ValueError, call, text)
-
-
-def test_unusable_models(rows):
-    """Not a model, or not compiled."""
-    raises_everywhere(TypeError, fit("model", *rows), "must be a keras.Model")
-    plain = keras.Sequential([keras.layers.Dense(1)])
-    raises_everywhere(ValueError, fit(plain, *rows), "model.compile")
+        raises_everywhere(kind, call, text)
 
 
 @pytest.mark.several_ranks
@@ -142,7 +137,7 @@ def test_unknown_rules_and_negative_factors(world, make_model, rows, monkeypatch
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
 def test_ranks_that_differ(world, make_model, rows):
-    """Rows, steps, epochs, shapes, variables, callbacks: named with who has what."""
+    """Rows, steps, epochs, models, callbacks: named with who has what."""
     x, y = rows
     own = len(x) - world.rank
     part = x[: 60 - 20 * world.rank], y[: 60 - 20 * world.rank]
@@ -173,24 +168,18 @@ def test_ranks_that_differ(world, make_model, rows):
         (fit(make_model(), x, y, callbacks=callbacks), "the callbacks"),
         (fit(make_model(optimizer), x, y), "`op` and `compression`"),
     ]
+    for first in ([], [keras.Input((5,))]):  # late models, and built ones
+        wide = [keras.layers.Dense(1 + world.rank)]
+        deep = [keras.layers.Dense(1) for _ in range(1 + world.rank)]
+        for layers, fact in (
+            (wide, "the shape of variable 0"),
+            (deep, "the number of variables"),
+        ):
+            model = keras.Sequential([*first, *layers])
+            model.compile("sgd", lambda y, prediction: keras.ops.mean(prediction))
+            differing.append((fit(model, x, y), fact))
     for call, fact in differing:
         raises_everywhere(ValueError, call, f"disagree on {fact}", "rank 1: ")
-
-
-@pytest.mark.several_ranks
-def test_ranks_that_made_different_models(world, rows):
-    """Found before the first step, for built models and for late ones."""
-    for first in ([], [keras.Input((5,))]):
-        wide = keras.Sequential([*first, keras.layers.Dense(1 + world.rank)])
-        wide.compile("sgd", lambda y, prediction: keras.ops.mean(prediction))
-        text = "disagree on the shape of variable 0"
-        raises_everywhere(ValueError, fit(wide, *rows), text)
-        deep = keras.Sequential(
-            [*first, *(keras.layers.Dense(1) for _ in range(1 + world.rank))]
-        )
-        deep.compile("sgd", "mse")
-        text = "disagree on the number of variables"
-        raises_everywhere(ValueError, fit(deep, *rows), text)
 
 
 @pytest.mark.several_ranks

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from claims import (
     assert_equal_to_the_bit,
+    assert_equals_one_process,
     assert_same_bits,
     largest_difference,
     raises_everywhere,
@@ -29,39 +30,28 @@ def shard(rows, world):
 )
 def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitted):
     """Plain `model.fit`, our optimizer and our callbacks one by one."""
-    x, y = (array[:96] for array in rows)
-    arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
-    oracle = make_model(keras.optimizers.SGD(0.1 * world.size))
-    expected = oracle.fit(
-        x, y, batch_size=8 * world.size, validation_data=(x, y), **arguments
-    )
-    own = shard(rows, world)
-    model = make_model(
-        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)),
-        seed=world.rank + 3,
-        jit_compile=is_jitted,
-        run_eagerly=False,
-    )
-    history = model.fit(
-        *own,
-        batch_size=8,
-        validation_data=own,
-        callbacks=[
+
+    def make():
+        compiled = {"jit_compile": is_jitted, "run_eagerly": False}
+        return make_model(keras.optimizers.SGD(0.1), seed=world.rank + 3, **compiled)
+
+    def fit(model, *data, validation_data, **given):
+        keras_dist.DistributedOptimizer(model.optimizer)
+        ours = [
             keras_dist.AverageStatistics(),
             keras_dist.MetricAverage(),
             keras_dist.LearningRateWarmup(0),
             keras_dist.Throughput(),
             keras_dist.StopTogether(),
             keras_dist.BroadcastVariables(),
-        ],
-        **arguments,
-    )
-    oracle.optimizer.learning_rate = 0.1
-    assert largest_difference(model, oracle) < 1e-5
-    assert_equal_to_the_bit(model)
-    for metric, values in expected.history.items():
-        assert history.history[metric] == pytest.approx(values, abs=2e-6), metric
-    assert set(history.history) == {*expected.history, "rows_per_second"}
+        ]
+        given |= {"validation_data": shard(validation_data, world), "callbacks": ours}
+        return model.fit(*shard(data, world), **given)
+
+    data = tuple(array[:96] for array in rows)
+    how = {"fit": fit, "factor": world.size, "validation_data": data, "epochs": 2}
+    _, logs, oracle = assert_equals_one_process(make, data, **how)
+    assert set(logs) == {*oracle.history, "rows_per_second"}
 
 
 class Interrupts(keras.callbacks.Callback):
@@ -224,21 +214,6 @@ def test_a_training_without_an_evaluation_ends_with_a_warning(world, rows, make_
                 make_model(), *rows, epochs=2, verbose=0, **given
             )
         assert history.epoch == [0, 1] and len(texts) == (world.rank == 0)
-
-
-@pytest.mark.three_ranks
-def test_a_stop_request_of_one_rank_stops_all(world, rows, make_model):
-    """`stop_training` set by the last rank at an epoch's end."""
-
-    class RequestsStop(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1 and world.rank == world.size - 1:
-                self.model.stop_training = True
-
-    model, given = make_model(), {"batch_size": 12, "epochs": 5, "verbose": 0}
-    history = keras_dist.dist_fit(model, *rows, callbacks=[RequestsStop()], **given)
-    assert len(history.epoch) == 2
-    assert_equal_to_the_bit(model)
 
 
 @pytest.mark.several_ranks

@@ -238,25 +238,20 @@ def test_values_that_cannot_be_summed_are_refused(world):
 
 
 def test_an_error_on_one_rank_is_raised_on_all(world):
-    """`together` raises it; `agree` names the value of each rank."""
+    """It says which and why, can be caught as most errors can, and is raised once."""
     last = world.size - 1
-
-    def fail():
-        with comm.together():
-            if world.rank == last:
-                raise ValueError("no more tea")
-
-    *others, own = raises_everywhere(ValueError, fail)
-    assert own == "no more tea" and set(others) <= {f"On rank {last}: no more tea"}
+    with pytest.raises((KeyError, RankError)) as caught, comm.together():
+        if world.rank == last:
+            raise KeyError("tea")
+    assert is_known(caught.value)
+    if world.rank == last:
+        assert caught.value.args == ("tea",)
+    else:
+        assert isinstance(caught.value, ValueError | TypeError | RuntimeError)
+        assert (caught.value.rank, caught.value.cause) == (last, "KeyError: 'tea'")
+        assert str(caught.value) == f"On rank {last}: KeyError: 'tea'"
     with comm.together():
         pass
-    comm.agree({"size": world.size}, advice="")
-    if world.size > 1:
-        with pytest.raises(ValueError, match="disagree on color") as caught:
-            comm.agree({"color": world.rank}, advice="Do something.")
-        assert f"rank {last}: {last}" in str(caught.value)
-        assert str(caught.value).endswith("Do something.")
-        assert is_known(caught.value)  # none of them tells the others again
 
 
 @pytest.mark.several_ranks
@@ -274,10 +269,16 @@ def test_facts_that_are_equal_cost_one_short_message_of_each_rank(world, monkeyp
     assert len(calls) == 1 and calls[0] < 200
 
 
-@pytest.mark.several_ranks
-def test_equal_facts_with_different_messages_are_equal(world):
-    """As 1 and 1.0: the values decide in the end."""
+def test_ranks_agree_on_facts_or_an_error_names_the_value_of_each(world):
+    """Facts with other messages are equal, too, as 1 and 1.0: values decide."""
     comm.agree({"one": 1 if world.rank else 1.0, "two": 2}, advice="")
+    if world.size > 1:
+        last = world.size - 1
+        with pytest.raises(ValueError, match="disagree on color") as caught:
+            comm.agree({"color": world.rank}, advice="Do something.")
+        assert f"rank {last}: {last}" in str(caught.value)
+        assert str(caught.value).endswith("Do something.")
+        assert is_known(caught.value)  # none of them tells the others again
 
 
 @pytest.mark.several_ranks
@@ -293,16 +294,3 @@ def test_a_rank_that_has_failed_meets_those_that_compare_facts(world):
     kind = ZeroDivisionError if world.rank == 0 else RuntimeError
     with pytest.raises(kind, match="by zero"):
         meet()
-
-
-@pytest.mark.several_ranks
-def test_the_error_of_another_rank_says_which_and_why(world):
-    """Its class can be caught as most errors can; no rank raises it a second time."""
-    kind = KeyError if world.rank == 0 else RankError
-    with pytest.raises(kind) as caught, comm.together():
-        if world.rank == 0:
-            raise KeyError("tea")
-    assert is_known(caught.value)
-    if world.rank > 0:
-        assert isinstance(caught.value, ValueError | TypeError | RuntimeError)
-        assert (caught.value.rank, caught.value.cause) == (0, "KeyError: 'tea'")

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import itertools
 import threading
+from functools import partial
 
 import keras
 import numpy as np
@@ -18,40 +19,6 @@ from keras_dist import distribution, fit
 several = pytest.mark.several_ranks
 
 PLAIN_FIT = keras.Model.fit  # before anything is replaced
-
-
-@pytest.fixture
-def compare(world):
-    """Compares what a function returns: arrays of plain Keras, and of all ranks."""
-
-    def compare(work):
-        keras.utils.set_random_seed(5)
-        [plain] = distribute_jobs([work])
-        keras.utils.set_random_seed(5)
-        trained = []
-        with pytest.MonkeyPatch.context() as patch, keras_dist.distribute():
-            train = fit.train
-            patch.setattr(fit, "train", lambda *all: trained.append(1) or train(*all))
-            distributed = work()
-        assert bool(trained) == (world.size > 1)
-        assert_close(distributed, plain)
-        assert keras.Model.fit is PLAIN_FIT
-
-    return compare
-
-
-@slow_on_three
-def test_fit_evaluate_predict(compare, rows, make_model):
-    """The numbers of one process, positional arguments too; then Keras is as before."""
-
-    def work():
-        model = make_model(run_eagerly=False)
-        history = model.fit(*rows, 16, 3, validation_split=0.2, verbose=0)
-        loss, accuracy = model.evaluate(*rows, verbose=0)
-        losses = history.history["val_loss"]
-        return losses, loss, accuracy, model.predict(rows[0], verbose=0)
-
-    compare(work)
 
 
 class Approximator(keras.Model):
@@ -86,19 +53,6 @@ class PassesOn(Approximator):
 
     def predict(self, x, **kwargs):
         return keras.Model.predict(self, x, **kwargs)
-
-
-@slow_on_three
-def test_a_class_with_a_fit_of_its_own(compare, rows):
-    """Its own arguments reach its own `fit`, once, and Keras's `fit` the others."""
-
-    def work():
-        model = Approximator()
-        model.compile("sgd", "mse", run_eagerly=True)
-        model.fit(dataset=rows, epochs=1, verbose=0, adapter=None)
-        return *model.get_weights(), model.evaluate(rows, verbose=0)
-
-    compare(work)
 
 
 @slow_on_three
@@ -139,39 +93,66 @@ class Evaluates(keras.callbacks.Callback):
         self.found.append([*found, predicted.sum(), copy.get_weights()[0].sum()])
 
 
-@slow_on_three
-@pytest.mark.parametrize("is_alone", [False, True])
-def test_in_callbacks(compare, rows, make_model, is_alone):
+def calls(make_model, rows):
+    """Fit, evaluate and predict; positional arguments, too."""
+    model = make_model(run_eagerly=False)
+    history = model.fit(*rows, 16, 3, validation_split=0.2, verbose=0)
+    loss, accuracy = model.evaluate(*rows, verbose=0)
+    losses = history.history["val_loss"]
+    return losses, loss, accuracy, model.predict(rows[0], verbose=0)
+
+
+def own_fit(make_model, rows):
+    """Arguments of a class reach its own `fit`, once, and Keras's `fit` the others."""
+    model = Approximator()
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(dataset=rows, epochs=1, verbose=0, adapter=None)
+    return *model.get_weights(), model.evaluate(rows, verbose=0)
+
+
+def in_callbacks(make_model, rows, is_alone=False):
     """`evaluate`, `predict`, and a fit of a copy: of all ranks, or of the first."""
+    model, callback = make_model(), Evaluates(rows)
+    given = keras_dist.first_rank_only(callback) if is_alone else callback
+    options = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    model.fit(*rows, callbacks=[given], **options)
+    return *model.get_weights(), [] if is_alone else callback.found
 
-    def work():
-        model, callback = make_model(), Evaluates(rows)
-        given = keras_dist.first_rank_only(callback) if is_alone else callback
-        options = {"batch_size": 16, "shuffle": False, "verbose": 0}
-        model.fit(*rows, callbacks=[given], **options)
-        return *model.get_weights(), [] if is_alone else callback.found
 
-    compare(work)
+def in_a_thread(make_model, rows):
+    """One that the script starts and waits for."""
+    found = []
+
+    def train():
+        model = make_model()
+        model.fit(*rows, batch_size=16, verbose=0)
+        found.extend(model.get_weights())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    return found
 
 
 @slow_on_three
-def test_in_a_thread(compare, rows, make_model):
-    """One that the script starts and waits for."""
-
-    def work():
-        found = []
-
-        def train():
-            model = make_model()
-            model.fit(*rows, batch_size=16, verbose=0)
-            found.extend(model.get_weights())
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        thread.join()
-        return found
-
-    compare(work)
+@pytest.mark.parametrize(
+    "work",
+    [calls, own_fit, in_callbacks, partial(in_callbacks, is_alone=True)]
+    + [in_a_thread],
+)
+def test_methods_of_keras_give_what_one_process_has(world, rows, make_model, work):
+    """Wherever a script calls them; then they are as before."""
+    work, trained = partial(work, make_model, rows), []
+    keras.utils.set_random_seed(5)
+    [plain] = distribute_jobs([work])
+    keras.utils.set_random_seed(5)
+    with pytest.MonkeyPatch.context() as patch, keras_dist.distribute():
+        train = fit.train
+        patch.setattr(fit, "train", lambda *all: trained.append(1) or train(*all))
+        distributed = work()
+    assert bool(trained) == (world.size > 1)
+    assert_close(distributed, plain)
+    assert keras.Model.fit is PLAIN_FIT
 
 
 @several
@@ -238,16 +219,6 @@ def test_ranks_that_call_other_methods(world, rows, make_model):
     assert keras.Model.fit is PLAIN_FIT
 
 
-@slow_on_three
-def test_fits_of_a_script_resume_by_their_number(rows, make_model, folder, monkeypatch):
-    """KERAS_DIST_RESUME: the second fit continues as the second."""
-    monkeypatch.setenv("KERAS_DIST_RESUME", str(folder))
-    with keras_dist.distribute():
-        for _ in range(2):
-            make_model().fit(*rows, verbose=0)
-    assert len(list(folder.glob("fit_*"))) == 2
-
-
 class Probes(keras.callbacks.Callback):
     """After each epoch, trains a model on what the trained one has learned."""
 
@@ -265,10 +236,11 @@ class Probes(keras.callbacks.Callback):
 
 
 @slow_on_three
-def test_fits_in_callbacks_do_not_count_and_do_not_resume(
-    rows, make_model, folder, monkeypatch
-):
-    """A process that resumes makes fewer of them; the fit after has its number."""
+def test_fits_of_a_script_resume_by_their_number(rows, make_model, folder, monkeypatch):
+    """KERAS_DIST_RESUME: the second fit continues as the second.
+
+    Fits in callbacks, of which a process that resumes makes fewer, do not count.
+    """
 
     def train(ends=None):
         monkeypatch.setattr(distribution, "_fits", itertools.count(1))  # a new process

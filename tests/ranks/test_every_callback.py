@@ -110,25 +110,29 @@ def test_a_nan_on_one_rank_stops_all_after_the_next_batch(make_model, rows):
 
 
 @pytest.mark.several_ranks
-@pytest.mark.parametrize("compression", shortened([None, "bf16"], {None}))
-def test_a_stop_request_at_a_batch_stops_all_after_the_next(
-    make_model, rows, compression
-):
-    """The last rank sets `stop_training`; in the next fit there is no request left."""
-    last, size = keras_dist.size() - 1, keras_dist.size()
+@pytest.mark.parametrize(
+    ("hook", "compression"),
+    shortened(
+        [("on_train_batch_end", None), ("on_train_batch_end", "bf16")],
+        {("on_train_batch_end", None)},
+    )
+    + [pytest.param("on_epoch_end", None, marks=pytest.mark.three_ranks)],
+)
+def test_a_stop_request_of_one_rank_stops_all(make_model, rows, hook, compression):
+    """At an epoch's end, or after the next batch; the next fit has no request left."""
+    size = keras_dist.size()
 
-    class RequestsStop(callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 1 and keras_dist.rank() == last:
-                self.model.stop_training = True
+    def request(number, logs):
+        if number == 1 and keras_dist.rank() == size - 1:
+            model.stop_training = True
 
-    is_jitted = compression is None
-    model = make_model(run_eagerly=False, jit_compile=is_jitted)
+    model = make_model(run_eagerly=False, jit_compile=compression is None)
     keras_dist.DistributedOptimizer(model.optimizer, compression=compression)
+    stop = callbacks.LambdaCallback(**{hook: request})
     call = {"batch_size": 8, "epochs": 3, "verbose": 0}
-    history = keras_dist.dist_fit(model, *rows, callbacks=[RequestsStop()], **call)
-    steps = 2 if size == 1 else 3
-    assert history.epoch == [0]
+    history = keras_dist.dist_fit(model, *rows, callbacks=[stop], **call)
+    epochs, steps = ([0], 3) if "batch" in hook else ([0, 1], 2 * -(-101 // (8 * size)))
+    assert history.epoch == epochs
     assert keras_dist.gather(int(model.optimizer.iterations)) == [steps] * size
     assert_equal_to_the_bit(model)
     assert keras_dist.dist_fit(model, *rows, **call).epoch == [0, 1, 2]

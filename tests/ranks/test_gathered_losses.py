@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 from claims import assert_equals_one_process, shortened, warned
 from keras import ops
-from models import make_compiled
 
 import keras_dist
 
@@ -44,6 +43,13 @@ def quotient(y, p):
     return tf.reduce_sum(is_known * tf.square(y - p)) / tf.reduce_sum(is_known)
 
 
+def weighted_root(y, p):
+    """Of `weighted_mean`, the plain mean there, of the rows of all ranks."""
+    is_known = ~tf.math.is_nan(y)
+    y = tf.where(is_known, y, tf.zeros_like(y))
+    return tf.sqrt(keras_dist.weighted_mean(tf.square(y - p), is_known))
+
+
 def columns(y, p):
     """Each target by its own number of labels."""
     is_known = tf.cast(~tf.math.is_nan(y), p.dtype)
@@ -75,6 +81,7 @@ LOSSES = {
     "masked_mean": (masked_mean, MISSING),
     "none_and_nan": (masked_mean, ONE_HAS_NONE),
     "quotient": (quotient, MISSING),
+    "weighted_root": (weighted_root, MISSING),
     "columns": (columns, MISSING),
     "none_and_zero": (columns, ONE_HAS_NONE),
     "hardest": (hardest, Y),
@@ -119,6 +126,10 @@ LOSSES = {
 }
 
 
+# What one process has instead.
+PLAIN = {"weighted_root": lambda y, p: tf.sqrt(quotient(y, p))}
+
+
 class Detector(keras.Model):
     """A `compute_loss` that divides by a count of its batch, with two losses."""
 
@@ -140,38 +151,30 @@ class Detector(keras.Model):
         return super().compute_loss(x, y, y_pred, sample_weight=given, **kwargs)
 
 
-class Halved(keras.Model):
+class Halved(Detector):
     """A `compute_loss` of a masked mean that logs twice of what it returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(3)
-        self.seen = keras.metrics.Mean(name="seen")
-
-    def call(self, x):
-        """Three numbers."""
-        return self.dense(x)
 
     def compute_loss(self, x, y, y_pred, sample_weight=None, **kwargs):
         """Over the rows with a large target."""
         positive = ops.cast(y["boxes"][:, 0] > 0.5, "float64")
-        errors = ops.sum(ops.square(y["boxes"] - y_pred), axis=1)
+        errors = ops.sum(ops.square(y["boxes"] - y_pred["boxes"]), axis=1)
         mean = ops.sum(positive * errors) / ops.maximum(ops.sum(positive), 1.0)
         self.seen.update_state(mean)
         return 0.5 * mean
 
 
-def make(name, **compiled):
-    """A compiled model of one of these losses."""
+def make(name, loss=None, **compiled):
+    """A compiled model of one of these losses, or of another one for its rows."""
     keras.utils.set_random_seed(3)
-    loss, y = LOSSES[name]
+    own_loss, y = LOSSES[name]
     outputs = [keras.layers.Dense(15), keras.layers.Reshape((5, 3))]
     if y.ndim == 1:
         outputs = [keras.layers.Dense(6), keras.layers.UnitNormalization()]
     if y.ndim == 2 and y is not LABELS:
         outputs = [keras.layers.Dense(3, activation="sigmoid")]
     model = keras.Sequential([keras.Input((4,)), *outputs])
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, **compiled)
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(sgd, loss or own_loss, **compiled)
     return model
 
 
@@ -189,7 +192,7 @@ HOW = {
     'batch="global"': (
         {},
         LOSSES,
-        {"masked_mean", "neighbors", "ignore_class", "none_and_nan"},
+        {"masked_mean", "neighbors", "ignore_class", "none_and_nan", "weighted_root"},
     ),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
     "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {"dice"}),
@@ -211,6 +214,7 @@ def test_a_loss_of_compile_that_is_neither_equals_one_process(name, options):
     """No rank sees alone whether the loss is a mean over rows."""
     compiled = dict(options)
     how = {"batch": compiled.pop("batch", "global"), "epochs": 2, "tolerance": 1e-9}
+    how["plain_make"] = lambda: make(name, PLAIN.get(name), **compiled)
     data = X, LOSSES[name][1]
     with warned("one process") as texts:
         assert_equals_one_process(lambda: make(name, **compiled), data, 10, **how)
@@ -235,31 +239,6 @@ def test_means_in_a_compute_loss_that_is_neither_are_logged(kind, is_eager):
     with warned("one process") as texts:
         _, logs, _ = assert_equals_one_process(make, data, 10, **how)
     assert not texts and "seen" in logs and ("boxes_loss" in logs) == (kind is Detector)
-
-
-@pytest.mark.three_ranks
-def test_a_loss_whose_rows_are_gathered_may_call_weighted_mean():
-    """It is the plain mean there, of the rows of all ranks."""
-
-    def weighted_root(y, p):
-        is_known = ~tf.math.is_nan(y)
-        y = tf.where(is_known, y, tf.zeros_like(y))
-        return tf.sqrt(keras_dist.weighted_mean(tf.square(y - p), is_known))
-
-    def make_model():
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-
-    def make(loss):
-        return make_compiled(make_model, keras.optimizers.SGD(0.1), loss)
-
-    assert_equals_one_process(
-        lambda: make(weighted_root),
-        (X, MISSING),
-        10,
-        batch="global",
-        plain_make=lambda: make(lambda y, p: tf.sqrt(quotient(y, p))),
-        tolerance=1e-9,
-    )
 
 
 def test_the_plan_says_how_much_is_gathered(world, capsys):

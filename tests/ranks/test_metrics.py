@@ -7,8 +7,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, raises_everywhere, shortened, warned
-from models import make_compiled, update
+from claims import (
+    assert_equal_to_the_bit,
+    assert_equals_one_process,
+    raises_everywhere,
+    warned,
+)
+from models import dropping, make_compiled, perceptron, update
 
 import keras_dist
 from keras_dist.training.metrics import UpdateCounts, global_result
@@ -81,17 +86,6 @@ for _name, _options, _kind in [
     CASES.setdefault(_name, []).append((_options, _kind))
 
 
-def all_of_keras():
-    """Names of all metrics of Keras, without the base class."""
-    return {
-        name
-        for name, member in vars(keras.metrics).items()
-        if inspect.isclass(member)
-        and issubclass(member, keras.metrics.Metric)
-        and member is not keras.metrics.Metric
-    }
-
-
 def shown(metrics, data, rows, weight):
     """The metrics after rows of their data, in two batches."""
     for name, (metric, kind) in metrics.items():
@@ -141,7 +135,9 @@ def shards(rank, size):
 @pytest.mark.slow_on_three
 def test_every_metric_of_keras_is_that_of_one_process(world):
     """All members, weighted or not, in uneven shards, and with a rank without a row."""
-    known = all_of_keras()
+    base = keras.metrics.Metric
+    classes = inspect.getmembers(keras.metrics, inspect.isclass)
+    known = {name for name, kind in classes if issubclass(kind, base) and kind != base}
     assert known <= set(CASES), f"no case for {known - set(CASES)}"
     assert len(known) >= len(CASES) - 2  # two that an older Keras has not
     data, whole, own = kinds(), made(known), made(known)
@@ -332,12 +328,9 @@ def test_state_beside_the_variables_of_a_metric_is_averaged_with_a_warning(world
     """The logs are the same on all ranks, or their callbacks would decide apart."""
     x, y = rows[0][:48], rows[1][:48, None]
 
-    def make_net():
-        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-
     def make():
         given = {"metrics": [InBoth(), "mae"], "run_eagerly": True}
-        return make_compiled(make_net, keras.optimizers.SGD(0.01), "mse", **given)
+        return make_compiled(perceptron, keras.optimizers.SGD(0.01), "mse", **given)
 
     given = {"validation_data": (x[:7], y[:7]), "epochs": 2}
     names = ["val_mean", "val_rows", "rows", "mae"]
@@ -445,12 +438,11 @@ def test_all_metrics_of_a_fit_are_those_of_one_process(rows):
 
 
 class OwnSteps(keras.Model):
-    """Custom steps that return logs by `make_logs(model, loss)`."""
+    """Logs of dicts in dicts, a vector, other names, and two metrics of one name."""
 
-    def __init__(self, make_logs):
+    def __init__(self):
         super().__init__()
         self.layer = keras.layers.Dense(1, activation="sigmoid")
-        self.make_logs = make_logs
         self.tracker = keras.metrics.Mean(name="other_name")
         self.first, self.second = (keras.metrics.Mean(name="same") for _ in range(2))
 
@@ -466,10 +458,12 @@ class OwnSteps(keras.Model):
         self.tracker.update_state(loss, sample_weight=tf.shape(y)[0])
         self.first.update_state(y)
         self.second.update_state(prediction)
-        for metric in self.metrics:
-            if metric.name == "compile_metrics":
-                metric.update_state(y, prediction)
-        return self.make_logs(self, loss)
+        of_batch = {"y": self.second.result(), "batch": {"loss": loss}}
+        return {
+            "another": self.tracker.result(),
+            "gan": {"of_first": {"x": self.first.result()}, "of_second": of_batch},
+            "vector": keras.ops.stack([loss, loss]),
+        }
 
     def train_step(self, data):
         with tf.GradientTape() as tape:
@@ -481,28 +475,10 @@ class OwnSteps(keras.Model):
         return self.log(*self.predict_and_compare(data))
 
 
-def guide_to_train_steps(model, loss):
-    """As many examples do: a dict of the compiled metrics inside of the logs."""
-    return {metric.name: metric.result() for metric in model.metrics}
-
-
-def deep(model, loss):
-    """Dicts in dicts, other names, two metrics of one name, a vector, a batch's own."""
-    return {
-        "another": model.tracker.result(),
-        "gan": {
-            "of_first": {"x": model.first.result()},
-            "of_second": {"y": model.second.result(), "batch": {"loss": loss}},
-        },
-        "vector": keras.ops.stack([loss, loss]),
-    }
-
-
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("make_logs", shortened([guide_to_train_steps, deep], {deep}))
-def test_logs_of_steps_equal_one_process(make_logs):
+def test_logs_of_steps_equal_one_process():
     """All values, also in dicts and lists inside, are of all rows.
 
     A value of the batch alone is that of the last one, which has one row, on one rank.
@@ -511,9 +487,8 @@ def test_logs_of_steps_equal_one_process(make_logs):
     y = (x.sum(axis=1, keepdims=True) > 0).astype("float64")
 
     def make():
-        sgd, metrics = keras.optimizers.SGD(0.5), ["mae", keras.metrics.AUC(name="auc")]
-        given = {"metrics": metrics, "run_eagerly": True}
-        model = make_compiled(lambda: OwnSteps(make_logs), sgd, **given)
+        sgd = keras.optimizers.SGD(0.5)
+        model = make_compiled(OwnSteps, sgd, run_eagerly=True)
         model(x[:1])
         return model
 
@@ -528,33 +503,6 @@ def test_logs_of_steps_equal_one_process(make_logs):
     assert len(set(map(repr, keras_dist.gather(logs)))) == 1
 
 
-class Reads(keras.Sequential):
-    """An eager step that reads values: it has to run once to build the model."""
-
-    def train_step(self, data):
-        assert np.isfinite(data[0].numpy()).all()
-        return super().train_step(data)
-
-
-@pytest.mark.several_ranks
-def test_building_counts_no_batch(rows):
-    """Also in metrics that `compile` was given, which the model does not list yet.
-
-    One calls functions of TensorFlow, which are no part of the step.
-    """
-    x, y = (array[:96] for array in rows)
-
-    def make_reading():
-        return Reads([keras.layers.Dense(1, activation="sigmoid")])
-
-    def make():
-        metrics = [keras.metrics.AUC(multi_label=True, name="auc")]
-        given = {"metrics": metrics, "run_eagerly": True}
-        return make_compiled(make_reading, "sgd", "mse", **given)
-
-    assert_equals_one_process(make, (x, y[:, None]))
-
-
 @pytest.mark.several_ranks
 def test_a_metric_may_be_in_bfloat16(rows, make_model):
     """One number in bfloat16 is what NumPy does not read from TensorFlow's tensors."""
@@ -567,8 +515,11 @@ def test_a_metric_may_be_in_bfloat16(rows, make_model):
 
 
 @pytest.mark.several_ranks
-def test_an_evaluation_of_a_callback_is_its_own(world, rows, make_model):
-    """It may run on one rank; with a `DistributedModel` it is one of all ranks."""
+def test_an_evaluation_of_a_callback_is_its_own(world, rows):
+    """It may run on one rank; with a `DistributedModel` it is one of all ranks.
+
+    All evaluate one model with one set of moving statistics, which is left at the end.
+    """
     x, y = rows
     on_one_rank, on_all_ranks = [], []
 
@@ -579,11 +530,14 @@ def test_an_evaluation_of_a_callback_is_its_own(world, rows, make_model):
             many = keras_dist.DistributedModel(self.model)
             on_all_ranks.append(many.evaluate(x[:9], y[:9], verbose=0))
 
-    model, given = make_model(), {"validation_data": rows, "callbacks": [Tests()]}
-    history = keras_dist.dist_fit(model, x, y, epochs=2, verbose=0, **given)
+    compiled = {"metrics": ["accuracy"], "jit_compile": False}
+    model = make_compiled(dropping, "adam", "binary_crossentropy", **compiled)
+    given = {"batch_size": 8, "validation_data": rows, "callbacks": [Tests()]}
+    logs = keras_dist.dist_fit(model, x, y, epochs=2, verbose=0, **given).history
     expected = model.evaluate(x[:9], y[:9], verbose=0)
     assert on_all_ranks[-1] == pytest.approx(expected, abs=1e-6)
     assert not on_one_rank or on_one_rank[-1] == pytest.approx(expected, abs=1e-6)
-    values = model.evaluate(x, y, verbose=0)
-    assert history.history["val_loss"][-1] == pytest.approx(values[0], abs=1e-6)
-    assert len(set(keras_dist.gather(tuple(history.history["val_loss"])))) == 1
+    validated = [logs[name][-1] for name in ("val_loss", "val_accuracy")]
+    assert validated == pytest.approx(model.evaluate(x, y, verbose=0), abs=1e-6)
+    assert len(set(keras_dist.gather(tuple(logs["val_loss"])))) == 1
+    assert_equal_to_the_bit(model)

@@ -6,13 +6,22 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_close, assert_equal_to_the_bit, shortened
+from claims import (
+    assert_close,
+    assert_equal_to_the_bit,
+    assert_equals_one_process,
+    shortened,
+)
+from models import make_compiled
 
 import keras_dist
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.nested import optimizers_of
 
 pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
+
+RANDOM = np.random.default_rng(2)
+DATA = RANDOM.normal(size=(24, 3)), RANDOM.normal(size=(24, 1))
 
 
 @dataclasses.dataclass
@@ -133,17 +142,15 @@ def of_function(model, one, two):
 
 
 def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
-    generator = np.random.default_rng(2)
-    x, y = generator.normal(size=(24, 3)), generator.normal(size=(24, 1))
     keras.utils.set_random_seed(4)
     model = Gan()
-    model(x[:1])
+    model(DATA[0][:1])
     one = keras.optimizers.SGD(rate, momentum=0.9)
     two = keras.optimizers.Adam(rate / 10)
     object.__setattr__(model, "get", hold(model, one, two))
     model.compile(keras.optimizers.SGD(0.0), run_eagerly=is_eager)
     given = {"batch_size": batch_size, "shuffle": False, "epochs": 2, "verbose": 0}
-    history = fit(model, x, y, **given, **arguments)
+    history = fit(model, *DATA, **given, **arguments)
     return model, history.history
 
 
@@ -152,7 +159,9 @@ def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
     shortened(
         [(in_object, True), (in_layer, False), (of_inner_model, True)],
         [(in_object, True)],
-    ),
+    )
+    # Inside of an optimizer of the user's own, which is given the averages.
+    + [(of_wrappers, True), (of_wrappers_and_model, True)],
 )
 def test_optimizers_are_averaged_wherever_they_are(world, hold, is_eager):
     """Weights and state equal one process, at the scaled rate; then all are plain."""
@@ -165,10 +174,11 @@ def test_optimizers_are_averaged_wherever_they_are(world, hold, is_eager):
     assert_close(own_logs["loss"], logs["loss"], 1e-10)  # two: nothing was ended
     assert_close(model.get_weights(), expected.get_weights(), 1e-10)
     assert len(optimizers_of(model)) >= 3
+    assert not any(map(is_distributed, optimizers_of(model)))
     for own, other in zip(model.optimizers(), expected.optimizers(), strict=True):
         assert_close(own.variables[2:], other.variables[2:], 1e-10)
-        assert not is_distributed(own)
         assert type(own).apply is type(other).apply
+        assert type(own) is own.__class__
     assert_equal_to_the_bit(model)
 
 
@@ -189,56 +199,37 @@ def test_the_warmup_callback_scales_all_of_them(world):
     assert_close(model.get_weights(), expected.get_weights(), 1e-10)
 
 
-@pytest.mark.parametrize("hold", [of_wrappers, of_wrappers_and_model])
-def test_an_optimizer_inside_of_the_users_own_gets_the_averages(world, hold):
-    """The rate that an update uses is scaled, once; then all are plain."""
-    size = world.size
-    expected, _ = trained(keras.Model.fit, hold, 0.1 * size, 4 * size)
-    check = [keras_dist.ReplicaCheck()]
-    model, _ = trained(keras_dist.dist_fit, hold, 0.1, 4, callbacks=check)
-    assert_close(model.get_weights(), expected.get_weights(), 1e-10)
-    assert not any(map(is_distributed, optimizers_of(model)))
-    assert all(type(one) is one.__class__ for one in model.held)
+def wrapped():
+    """A model whose optimizer has state inside."""
 
+    def make():
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 
-def wrapped(distribute=lambda optimizer: optimizer):
-    """A model whose optimizer has state inside; its data, and arguments of `fit`."""
-    generator = np.random.default_rng(2)
-    x, y = generator.normal(size=(24, 3)), generator.normal(size=(24, 1))
-    keras.utils.set_random_seed(4)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    inner = distribute(keras.optimizers.SGD(0.1, momentum=0.9))
-    model.compile(Wrapping(inner), "mse", run_eagerly=True)
-    return model, x, y, {"shuffle": False, "verbose": 0}
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    return make_compiled(make, Wrapping(inner), "mse", run_eagerly=True)
 
 
 def test_the_state_of_an_optimizer_inside_is_broadcast(world):
     """In `model.fit`, where the inner one was made to average."""
-    rank, size = world.rank, world.size
-    expected, x, y, given = wrapped()
-    expected.fit(x, y, batch_size=4 * size, epochs=2, **given)
-    model, x, y, given = wrapped(keras_dist.DistributedOptimizer)
-    inner = model.optimizer.inside
-    inner.build(model.trainable_variables)
-    inner.momentums[0].assign_add(np.full((3, 1), float(rank)))
-    calls = [keras_dist.ReplicaCheck(), keras_dist.BroadcastVariables()]
-    given |= {"batch_size": 4, "epochs": 2, "callbacks": calls}
-    model.fit(x[rank::size], y[rank::size], **given)
-    assert_close(model.get_weights(), expected.get_weights(), 1e-10)
-    assert_equal_to_the_bit(model)
+
+    def fit(model, *data, **given):
+        inner = keras_dist.DistributedOptimizer(model.optimizer.inside)
+        inner.build(model.trainable_variables)
+        inner.momentums[0].assign_add(np.full((3, 1), float(world.rank)))
+        calls = [keras_dist.ReplicaCheck(), keras_dist.BroadcastVariables()]
+        data = (array[world.rank :: world.size] for array in data)
+        return model.fit(*data, callbacks=calls, **given)
+
+    how = {"fit": fit, "epochs": 2, "tolerance": 1e-10, "logs": ()}
+    assert_equals_one_process(wrapped, DATA, 4, **how)
 
 
 def test_the_state_of_an_optimizer_inside_is_restored(folder):
     """Also if it is made in the first update."""
-    expected, x, y, given = wrapped()
-    expected.fit(x, y, batch_size=12, epochs=2, **given)
-    given |= {"batch_size": 12, "batch": "global", "resume": folder}
-    for epochs in 1, 2:
-        model, x, y, _ = wrapped()
-        keras_dist.dist_fit(model, x, y, epochs=epochs, **given)
-    assert_close(model.get_weights(), expected.get_weights(), 1e-10)
-    slots = model.optimizer.inside.variables[2:]
-    assert_close(slots, expected.optimizer.inside.variables[2:], 1e-10)
+    given = {"shuffle": False, "verbose": 0, "batch": "global", "resume": folder}
+    keras_dist.dist_fit(wrapped(), *DATA, batch_size=12, **given)
+    how = {"epochs": 2, "tolerance": 1e-10, "options": {"resume": folder}}
+    assert_equals_one_process(wrapped, DATA, 12, batch="global", **how)
 
 
 @pytest.mark.parametrize("is_eager", shortened([True, False], {True}))

@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import (
-    assert_equal_to_the_bit,
     assert_equals_one_process,
-    largest_difference,
     raises_everywhere,
     shortened,
     slow_on_three,
-    train_on_one_process,
     warned,
 )
 from data_kinds import Listed
@@ -207,19 +204,15 @@ def shuffled(rows, batch_size, kind):
 def test_a_seeded_shuffle_has_the_order_of_one_process(world, rows, make_model, kind):
     """From the first epoch on, in a second fit, and in an evaluation before it."""
     losses = []
-    for batch_size in (8, 8 * world.size):
+    ours = keras_dist.DistributedModel(make_model(), lr_scaling="none")
+    for model, batch_size in ((ours, 8), (make_model(), 8 * world.size)):
         data = shuffled(rows, batch_size, kind)
         validation = shuffled((rows[0][::-1], rows[1][::-1]), batch_size, kind)
-        model = make_model()
-        is_plain = batch_size == 8 * world.size and losses
-        many = model if is_plain else keras_dist.DistributedModel(model)
-        options = {} if is_plain else {"lr_scaling": "none"}
-        found = [many.evaluate(data, verbose=0)[0]]
+        given = {"validation_data": validation, "epochs": 2, "verbose": 0}
+        found = [model.evaluate(data, verbose=0)[0]]
         for _ in range(2):
-            history = many.fit(
-                data, validation_data=validation, epochs=2, verbose=0, **options
-            )
-            found += history.history["loss"] + history.history["val_loss"]
+            logs = model.fit(data, **given).history
+            found += logs["loss"] + logs["val_loss"]
         losses.append(found)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -301,24 +294,23 @@ def in_batches(rows, batch_size, *, drop=False):
 @pytest.mark.parametrize(
     "kind", [pytest.param("mean", marks=pytest.mark.three_ranks), "masked"]
 )
-def test_batches_that_cannot_be_cut_go_whole_to_one_rank(world, rows, kind):
+def test_batches_that_cannot_be_cut_go_whole_to_one_rank(rows, kind):
     """Noise of a constant shape fits them, and no row is left out or counted twice."""
 
-    def train(fit, batch_size, data, **options):
-        adam = keras.optimizers.Adam(0.01)
-        model = make_compiled(lambda: Noisy(batch_size, kind), adam)
-        return model, fit(model, data, epochs=2, shuffle=False, verbose=0, **options)
+    def make(rows):
+        return make_compiled(lambda: Noisy(rows, kind), keras.optimizers.Adam(0.01))
 
-    data = in_batches(rows, 10 * world.size)
-    oracle = train_on_one_process(lambda: train(keras.Model.fit, None, data))
-    data = in_batches(rows, 10, drop=True)
     with warned("cannot be seen from the graph") as texts:
-        model, history = train(keras_dist.dist_fit, 10, data, lr_scaling="none")
+        assert_equals_one_process(
+            lambda: make(10),
+            lambda size: in_batches(rows, size, drop=True),
+            10,
+            plain_make=lambda: make(None),
+            plain_data=lambda size: in_batches(rows, size),
+            epochs=2,
+            tolerance=2e-5,
+        )
     assert not texts
-    assert largest_difference(model, oracle) < 2e-5
-    expected = pytest.approx(oracle.history["tracked"], rel=1e-5)
-    assert history.history["tracked"] == expected
-    assert_equal_to_the_bit(model)
 
 
 class OfMolecules(keras.Model):
@@ -360,23 +352,6 @@ def test_batches_whose_tensors_differ_in_length():
     # Not the losses: Keras weighs batches by their atoms.
     how = {"epochs": 2, "tolerance": 2e-5, "logs": ("mae", "val_mae")}
     assert_equals_one_process(make, data, 2, **how)
-
-
-@pytest.mark.several_ranks
-def test_left_over_batches_have_the_weights_of_their_classes(world, rows, make_model):
-    """One batch is left over: the weights of one process with the global batch."""
-    count, weights = 50 // (world.size * 2 + 1), {0: 0.3, 1: 2.0}
-    total = count * (world.size * 2 + 1)
-    arrays = [array[:total] for array in rows]
-    model, *_ = assert_equals_one_process(
-        make_model,
-        lambda rows: in_batches(arrays, rows),
-        count,
-        class_weight=weights,
-        epochs=2,
-        logs=(),
-    )
-    assert int(model.optimizer.iterations) == 6
 
 
 class OfPairs(Tracked):
