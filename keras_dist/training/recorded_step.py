@@ -78,10 +78,19 @@ class RecordedStep:
         with step_context.enter(context):
             logs = self._own_step(data)
         self._calls[:] = calls
-        return logs, [call.gradients for call in calls]
+        return logs, [
+            [_without_shape(gradient) for gradient in call.gradients] for call in calls
+        ]
 
     def _apply(self, averaged: Any) -> None:
         apply_recorded(self._calls[0], averaged)
+
+
+def _without_shape(gradient: Any) -> Any:
+    """A gradient as XLA returns it; the shape of slices is that of their variable."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values, gradient.indices)
+    return gradient
 
 
 def _counts() -> tuple[Any, Any]:
