@@ -302,7 +302,9 @@ def validation_feed(
     total = min(in_pass, (own_steps or in_pass) * spec.batches_per_step)
     has_rows = spec.rank < total
     dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
-    indices = tf.data.Dataset.range(arrays.num_rows).batch(batch_size).take(total)
+    is_even = arrays.num_rows % batch_size == 0  # the shape then has the rows
+    indices = tf.data.Dataset.range(arrays.num_rows)
+    indices = indices.batch(batch_size, drop_remainder=is_even).take(total)
     data = arrays.read(dealer.deal(indices, is_marked=False))
     data = data.prefetch(tf.data.AUTOTUNE)
     return Feed(

@@ -222,6 +222,7 @@ def read_rows(
         own = global_batch[rank :: division.size]
         has_rows = tf.size(own) > 0
         own = tf.cond(has_rows, lambda: own, lambda: global_batch[:1])
+        own = tf.ensure_shape(own, [division.known_items])
         return (number, rows), add_mark(own, has_rows) if is_marked else own
 
     @tf.autograph.experimental.do_not_convert
@@ -250,7 +251,9 @@ def _make_leaf_reader(leaf: Any) -> Callable[[tf.Tensor], Any]:
         values = tf.numpy_function(
             lambda indices: np.asarray(leaf[indices]), [rows], tf.as_dtype(leaf.dtype)
         )
-        return _cast_to_floatx(tf.ensure_shape(values, [None, *leaf.shape[1:]]))
+        return _cast_to_floatx(
+            tf.ensure_shape(values, [rows.shape[0], *leaf.shape[1:]])
+        )
 
     return from_disk
 

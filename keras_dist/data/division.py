@@ -245,6 +245,17 @@ class Division:
         lengths = self.total, self.total - self.begin
         return any(0 < length % self.global_batch < self.size for length in lengths)
 
+    @property
+    def known_items(self) -> int | None:
+        """The items of each rank in each step; `None` if they differ.
+
+        As in Keras, the shape of a batch then has them, and layers may ask for it.
+        """
+        lengths = self.total, self.total - self.begin
+        is_even = not any(length % self.global_batch for length in lengths)
+        each, rest = divmod(self.global_batch, self.size)
+        return each if is_even and not rest else None
+
     def find_first_step(self, epoch: Any) -> Any:
         """Return the first step of an epoch, which must not be before the first one."""
         later = epoch - self.epoch

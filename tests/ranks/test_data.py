@@ -231,3 +231,44 @@ def test_saved_files_are_plain(world, rows, tmp_path, make_model):
         shown = f"Sequential Adam 0.010000 {model.count_params()}"
         assert printed == [shown] * 2
     keras_dist.gather(None)  # the others wait, or the launcher ends a slow first rank
+
+
+class Knows(keras.Sequential):
+    """Notes the rows of batches, as far as their shapes have them."""
+
+    def train_step(self, data):
+        self.known["train"] = data[0].shape[0]
+        return super().train_step(data)
+
+    def test_step(self, data):
+        self.known["test"] = data[0].shape[0]
+        return super().test_step(data)
+
+
+@pytest.mark.several_ranks
+@pytest.mark.three_ranks
+@pytest.mark.parametrize(
+    ("count", "batch"), [(96, "rank"), (96, "global"), (97, "rank")]
+)
+def test_a_step_knows_the_rows_of_arrays_as_in_keras(world, tmp_path, count, batch):
+    """They are in a batch's shape where all batches have as many, also from a file."""
+    x, size = np.zeros((count, 5), "float32"), 12 if batch == "global" else 4
+    np.save(tmp_path / "x.npy", x)
+    data = np.load(tmp_path / "x.npy", mmap_mode="r"), np.zeros((count, 1))
+
+    def train(fit, size, **options):
+        layers = [keras.Input((5,)), keras.layers.Dense(1)]
+        model = make_compiled(lambda: Knows(layers), "sgd", "mse", run_eagerly=False)
+        model.known = {}
+        given = {"epochs": 2, "validation_data": (x[:48], data[1][:48]), "verbose": 0}
+        fit(model, *data, batch_size=size, validation_batch_size=4, **given, **options)
+        return dict(model.known)
+
+    plain = train(keras.Model.fit, size)
+    found = train(keras_dist.dist_fit, size, batch=batch)
+    ranks = world.size if batch == "global" else 1
+    if count == 97:
+        assert plain["train"] is None  # the last batch is smaller
+    else:
+        plain["train"] //= ranks
+    assert found == plain
