@@ -121,10 +121,10 @@ class StreamReader:
 
     def _signature(self) -> Any:
         if isinstance(self._source.data, tf.data.Dataset):
-            spec = self._source.data.element_spec
             if self._dealer.splits_batches:
-                spec = keras.tree.map_structure(_any_rows, spec)
-            return spec
+                rows = self._dealer.deal(self._source.data, is_marked=True)
+                return rows.element_spec[0]
+            return self._source.data.element_spec
         looks = [self._source.standardize(batch) for batch in self._source.first(2)]
         if not looks:
             raise ValueError(
@@ -141,12 +141,6 @@ class StreamReader:
                     "keras.utils.PyDataset."
                 )
         return keras.tree.map_structure(_find_spec, *looks)
-
-
-def _any_rows(spec: Any) -> Any:
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
-        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-    return spec
 
 
 def _find_spec(*leaves: Any) -> tf.TensorSpec:

@@ -247,28 +247,32 @@ class Knows(keras.Sequential):
 
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
-@pytest.mark.parametrize(
-    ("count", "batch"), [(96, "rank"), (96, "global"), (97, "rank")]
-)
-def test_a_step_knows_the_rows_of_arrays_as_in_keras(world, tmp_path, count, batch):
-    """They are in a batch's shape where all batches have as many, also from a file."""
-    x, size = np.zeros((count, 5), "float32"), 12 if batch == "global" else 4
-    np.save(tmp_path / "x.npy", x)
-    data = np.load(tmp_path / "x.npy", mmap_mode="r"), np.zeros((count, 1))
+@pytest.mark.parametrize("kind", ["from memory", "from a file", "a stream"])
+@pytest.mark.parametrize("batch", ["rank", "global"])
+def test_a_step_knows_the_rows_of_a_batch_as_in_keras(world, tmp_path, kind, batch):
+    """They are in a batch's shape where all batches have as many."""
+    size = 12 if batch == "global" else 4
 
-    def train(fit, size, **options):
+    def train(fit, count, **options):
+        x, y = np.zeros((count, 5), "float32"), np.zeros((count, 1))
+        given = {"epochs": 2, "validation_data": (x[:48], y[:48]), "verbose": 0}
+        given |= {"validation_batch_size": 4, "batch_size": size}
+        if kind == "from a file":
+            np.save(tmp_path / "x.npy", x)
+            x = np.load(tmp_path / "x.npy", mmap_mode="r")
+        data = x, y
+        if kind == "a stream":
+            rows = tf.data.Dataset.from_tensor_slices(data)
+            batches = rows.batch(given.pop("batch_size"), drop_remainder=count == 96)
+            data = (batches.filter(lambda *_: True),)  # of unknown length
         layers = [keras.Input((5,)), keras.layers.Dense(1)]
         model = make_compiled(lambda: Knows(layers), "sgd", "mse", run_eagerly=False)
         model.known = {}
-        given = {"epochs": 2, "validation_data": (x[:48], data[1][:48]), "verbose": 0}
-        fit(model, *data, batch_size=size, validation_batch_size=4, **given, **options)
+        fit(model, *data, **given, **options)
         return dict(model.known)
 
-    plain = train(keras.Model.fit, size)
-    found = train(keras_dist.dist_fit, size, batch=batch)
-    ranks = world.size if batch == "global" else 1
-    if count == 97:
-        assert plain["train"] is None  # the last batch is smaller
-    else:
-        plain["train"] //= ranks
-    assert found == plain
+    each = size // (world.size if batch == "global" else 1)
+    for count, expected, found in ((96, size, each), (97, None, None)):
+        assert train(keras.Model.fit, count) == {"train": expected, "test": 4}
+        known = train(keras_dist.dist_fit, count, batch=batch)
+        assert known == {"train": found, "test": 4}
