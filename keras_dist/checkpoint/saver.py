@@ -215,6 +215,8 @@ class Saver(keras.callbacks.Callback):
         is_stopped = bool(self.model.stop_training)
         self._save(self._position(None), is_finished=is_stopped)
         is_last = is_stopped or epoch + 1 == self.params["epochs"]
+        if is_last:
+            self._end_write()  # before the fit returns on any rank: they may read it
         _, ends = self._requests.agree(self.model, is_epoch_end=True)
         if ends and not is_last:
             self._exit(ends)

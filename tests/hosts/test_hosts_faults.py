@@ -78,7 +78,9 @@ def kill_command(net, name):
     min(commands, key=lambda command: command.create_time()).kill()
 
 
-@pytest.mark.parametrize("killed", ["a", "b", "launcher"])
+@pytest.mark.parametrize(
+    "killed", ["a", pytest.param("b", marks=pytest.mark.long), "launcher"]
+)
 def test_nothing_is_left_where_a_command_or_the_launcher_is_killed(net, shared, killed):
     """No process and no folder on any host; the killed command's host is named."""
     process, folder = start(net, shared, killed, "wait")

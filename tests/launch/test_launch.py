@@ -180,7 +180,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("resumes", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_script_saves_its_model_on_ctrl_c(tmp_path, left_behind, resumes):
     """Wherever the ranks are; with `resume`, behind a checkpoint of the same step."""
     path, folder = tmp_path / "interrupted.keras", tmp_path / "checkpoints"

@@ -312,7 +312,7 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "mixed precision": {
         f"{policy}{scaled}, {loss}": (
             *(f"{policy}, {loss}", momentum, LONG, WITHOUT_XLA, {"tolerance": most}),
-            {} if is_like else ON_THREE if "row" in loss else ON_TWO,
+            {} if is_like or "row" in loss else ON_TWO,
         )
         for policy, scaled, most in (
             ("mixed_float16", " with its loss scale", HALF),
@@ -333,7 +333,7 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "embeddings": {
         "SGD, sent whole": ("embedding", momentum),
-        "SGD, sent as rows": ("large embedding", momentum, LONG, SHARED, ON_TWO),
+        "SGD, sent as rows": ("large embedding", momentum, LONG, SHARED),
         "as rows, in a graph": ("large embedding", sgd, IN_GRAPH),
         "Adam, with XLA": ("embedding", adam, XLA),
         "Adam, clipped, in a graph": (
@@ -376,7 +376,7 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     "losses": {
         "padded words": ("tagger", momentum, LONG, ON_THREE),
         'reduction="sum"': (
-            *("regularized", momentum, LONG, SHARED, {"compiled": ADDS_UP}, ON_TWO),
+            *("regularized", momentum, LONG, SHARED, {"compiled": ADDS_UP}),
         ),
     },
     "options": {

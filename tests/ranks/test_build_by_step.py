@@ -243,7 +243,7 @@ HOW = {
         {Lazy, OwnMetrics},
     ),
     "eagerly": ({"run_eagerly": True}, [Lazy, OwnMetrics, Reads], {Reads}),
-    "with XLA": ({"jit_compile": True}, [Compiled], {Compiled}),
+    "with XLA": ({"jit_compile": True}, [Compiled], {}),
 }
 
 

@@ -16,7 +16,6 @@ from keras_ways import WAYS
 # several networks. Losses and metrics have tests of their own.
 ON_TWO = {
     "generative: GAN with two optimizers as attributes",
-    "generative: diffusion with a moving average of the weights",
     "vision: transfer learning: frozen, then thawed and compiled again",
     "around fit: KeyboardInterrupt in the middle, and another fit",
 }

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import Ended, assert_close, distribute_jobs, slow_on_three
+from claims import Ended, assert_close, distribute_jobs, shortened, slow_on_three
 from models import make_compiled, perceptron
 
 import keras_dist
@@ -137,8 +137,8 @@ def in_a_thread(make_model, rows):
 @slow_on_three
 @pytest.mark.parametrize(
     "work",
-    [calls, own_fit, in_callbacks, partial(in_callbacks, is_alone=True)]
-    + [in_a_thread],
+    [calls, own_fit, in_callbacks]
+    + shortened([partial(in_callbacks, is_alone=True), in_a_thread], ()),
 )
 def test_methods_of_keras_give_what_one_process_has(world, rows, make_model, work):
     """Wherever a script calls them; then they are as before."""

@@ -60,7 +60,7 @@ def with_callbacks(data, make_callbacks):
     "name",
     [
         pytest.param("stop", marks=pytest.mark.three_ranks),
-        pytest.param("average", marks=pytest.mark.several_ranks),
+        pytest.param("average", marks=[pytest.mark.several_ranks, pytest.mark.long]),
         pytest.param("rate", marks=pytest.mark.several_ranks),
     ],
 )

@@ -192,7 +192,7 @@ HOW = {
     'batch="global"': (
         {},
         LOSSES,
-        {"masked_mean", "neighbors", "ignore_class", "none_and_nan", "weighted_root"},
+        {"none_and_nan", "weighted_root"},
     ),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
     "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {"dice"}),

@@ -157,11 +157,11 @@ def trained(fit, hold, rate, batch_size, is_eager=True, **arguments):
 @pytest.mark.parametrize(
     ("hold", "is_eager"),
     shortened(
-        [(in_object, True), (in_layer, False), (of_inner_model, True)],
-        [(in_object, True)],
-    )
-    # Inside of an optimizer of the user's own, which is given the averages.
-    + [(of_wrappers, True), (of_wrappers_and_model, True)],
+        [(in_object, True), (in_layer, False), (of_inner_model, True)]
+        # Inside of an optimizer of the user's own, which is given the averages.
+        + [(of_wrappers, True), (of_wrappers_and_model, True)],
+        [(in_object, True), (of_wrappers_and_model, True)],
+    ),
 )
 def test_optimizers_are_averaged_wherever_they_are(world, hold, is_eager):
     """Weights and state equal one process, at the scaled rate; then all are plain."""

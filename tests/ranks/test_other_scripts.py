@@ -292,7 +292,8 @@ def in_batches(rows, batch_size, *, drop=False):
 
 @pytest.mark.several_ranks
 @pytest.mark.parametrize(
-    "kind", [pytest.param("mean", marks=pytest.mark.three_ranks), "masked"]
+    "kind",
+    [pytest.param("mean", marks=pytest.mark.three_ranks)] + shortened(["masked"], ()),
 )
 def test_batches_that_cannot_be_cut_go_whole_to_one_rank(rows, kind):
     """Noise of a constant shape fits them, and no row is left out or counted twice."""

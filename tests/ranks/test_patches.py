@@ -83,7 +83,7 @@ def test_the_table_has_every_row_that_is_tried():
 MOMENTS = ["on_epoch_begin", "on_train_batch_end"]
 
 
-@pytest.mark.parametrize("moment", shortened([None, *MOMENTS], MOMENTS))
+@pytest.mark.parametrize("moment", shortened([None, *MOMENTS], {MOMENTS[1]}))
 def test_all_of_it_is_taken_back(rows, folder, moment):
     """Also when the fit raised, in the middle of an epoch or at its edge."""
     x, y = rows

@@ -40,7 +40,7 @@ def model():
 KINDS = ["batched", "shuffled", "batches cached", "filtered, cached"]
 
 
-@pytest.mark.parametrize("kind", shortened(KINDS, {"batched", "batches cached"}))
+@pytest.mark.parametrize("kind", shortened(KINDS, {"batches cached"}))
 def test_no_iterator_over_data_is_tuned(model, folder, monkeypatch, kind):
     """Those that look at it and that remember where they are, as Keras's do."""
     began, found = tf.data.Dataset.__iter__, []

@@ -131,7 +131,7 @@ KINDS |= {"generator": BATCHES["generator"], "rows alone": unknown}
 
 
 @pytest.mark.three_ranks
-@pytest.mark.parametrize("kind", shortened(KINDS, {"generator", "rows alone"}))
+@pytest.mark.parametrize("kind", shortened(KINDS, {"rows alone"}))
 def test_batches_are_predicted_in_turns_and_gathered_in_order(world, kind):
     """By any kind of data and `steps`; on all ranks, on the first one, or on none."""
     x = np.random.default_rng(0).normal(size=(53, 4)).astype("float32")

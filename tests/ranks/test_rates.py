@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import slow_on_three
+from claims import shortened, slow_on_three
 
 import keras_dist
 
@@ -83,10 +83,11 @@ CASES = {
         lambda n: [0.5 * n] * 4 + [0.25 * n] * 4,
     ),
 }
+LONG = {"square root", "a number", "a schedule that is read at each step"}
 
 
 @slow_on_three
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", shortened(CASES, CASES.keys() - LONG))
 def test_an_update_is_scaled_once_and_the_rate_is_not(world, name):
     """By a rule, a warm-up, a callback; a second fit neither scales nor warms up."""
     rate, options, expected = CASES[name]

@@ -115,7 +115,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", shortened(KINDS, {"save_model", "weights", "unzipped", "sharded", "export"})
+    "kind", shortened(KINDS, {"save_model", "weights", "unzipped", "export"})
 )
 def test_what_all_ranks_save_at_once_is_whole(model, folder, store, kind):
     """Each time, for every function that saves, and on every rank when it returns.

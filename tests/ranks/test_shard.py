@@ -65,7 +65,7 @@ def divided(kind, x, y, decoder):
     ("kind", "count"),
     shortened(
         itertools.product(KINDS, (91, 96)),
-        quick=[("by row", 91), ("of unknown length", 91)],
+        quick=[("of unknown length", 91)],
     ),
 )
 def test_divided_data_trains_as_one_process(rows, make_model, kind, count):

@@ -197,7 +197,6 @@ RUNS += [(name, XLA) for name in ("own_mixed", "own_vector", "add_sum")]
 # On three ranks: a wrong factor of two may cancel out on two.
 ON_THREE = [("own_vector", GRAPH), ("add_sum", GRAPH)]
 ON_TWO = [("compiled_sum", GRAPH), ("weights_sum", GRAPH), ("compute_vector", EAGER)]
-ON_TWO += [("own_mixed", XLA)]
 
 
 @pytest.mark.parametrize(

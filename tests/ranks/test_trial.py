@@ -135,9 +135,7 @@ WITH_OWN_CODE = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", shortened(WITH_OWN_CODE, {"regularizer", "operation", "optimizer"})
-)
+@pytest.mark.parametrize("way", shortened(WITH_OWN_CODE, {"regularizer", "optimizer"}))
 def test_a_function_in_an_object_of_keras_is_tried(world, way):
     """What compares rows may stand in a layer, a graph of operations, an optimizer."""
     inputs = keras.Input((3,))

@@ -101,12 +101,12 @@ KINDS = {
 }
 QUICK = {
     ("arrays", "alone"),
-    ("arrays", "list"),
-    ("data set", "dict in tuple"),
     ("data set", "four"),
     ("generator", "tuple of one"),
 }
 CASES = QUICK | {
+    ("arrays", "list"),
+    ("data set", "dict in tuple"),
     ("arrays", "dict"),
     ("data set", "alone"),
     ("filtered", "tuple of one"),
