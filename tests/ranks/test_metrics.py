@@ -114,9 +114,10 @@ def values_of(metrics):
 def made(names):
     """The metrics of all cases of these names."""
     return {
-        f"{name} {index}": (getattr(keras.metrics, name)(**options), kind)
+        title: (getattr(keras.metrics, name)(**{"name": title} | options), kind)
         for name in sorted(names)
         for index, (options, kind) in enumerate(CASES[name])
+        for title in [f"{name} {index}"]
     }
 
 
