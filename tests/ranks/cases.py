@@ -328,7 +328,7 @@ _CASES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "XLA": {
         "SGD": ("perceptron", momentum, LONG, XLA),
-        "Adam, two batches an update": ("perceptron", every_second, XLA, ON_TWO),
+        "Adam, two batches an update": ("perceptron", every_second, XLA),
         "a convolution": ("convolution", adam, XLA),
     },
     "embeddings": {

@@ -20,11 +20,8 @@ ON_TWO = {
     "around fit: KeyboardInterrupt in the middle, and another fit",
 }
 
-ON_THREE = {"around fit: the guide's train step with sample weights and class weights"}
-
 # With `batch="global"`, on three ranks.
 GLOBAL_ON_THREE = {
-    "text and speech: transformer with masks: a tag for each word",
     "around fit: schedules: cosine with warm-up, read at the scaled step",
 }
 
@@ -39,8 +36,7 @@ def rows():
             yield case.shared, [three]
     for way in WAYS:
         title = f"{way.part}: {way.name}"
-        marks = [three] if title in ON_THREE else []
-        yield way, marks + ([] if title in ON_TWO | ON_THREE else [long])
+        yield way, [] if title in ON_TWO else [long]
         marks = [three] if title in GLOBAL_ON_THREE else [three, long]
         yield replace(way, is_global=True), marks
 
@@ -64,4 +60,4 @@ def test_at_least_forty_ways_are_tried():
     """Each has a name of its own, also those that are chosen here."""
     titles = {f"{way.part}: {way.name}" for way in WAYS}
     assert len(titles) == len(WAYS) >= 40
-    assert titles >= ON_TWO | ON_THREE | GLOBAL_ON_THREE
+    assert titles >= ON_TWO | GLOBAL_ON_THREE

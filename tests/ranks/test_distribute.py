@@ -137,8 +137,11 @@ def in_a_thread(make_model, rows):
 @slow_on_three
 @pytest.mark.parametrize(
     "work",
-    [calls, own_fit, in_callbacks]
-    + shortened([partial(in_callbacks, is_alone=True), in_a_thread], ()),
+    shortened(
+        [calls, own_fit, in_callbacks, partial(in_callbacks, is_alone=True)]
+        + [in_a_thread],
+        {calls, own_fit},
+    ),
 )
 def test_methods_of_keras_give_what_one_process_has(world, rows, make_model, work):
     """Wherever a script calls them; then they are as before."""

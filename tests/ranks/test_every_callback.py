@@ -61,7 +61,7 @@ def with_callbacks(data, make_callbacks):
     [
         pytest.param("stop", marks=pytest.mark.three_ranks),
         pytest.param("average", marks=[pytest.mark.several_ranks, pytest.mark.long]),
-        pytest.param("rate", marks=pytest.mark.several_ranks),
+        pytest.param("rate", marks=[pytest.mark.several_ranks, pytest.mark.long]),
     ],
 )
 def test_callbacks_that_decide_do_so_as_on_one_process(make_model, rows, name):

@@ -195,7 +195,7 @@ HOW = {
         {"none_and_nan", "weighted_root"},
     ),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
-    "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {"dice"}),
+    "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {}),
 }
 
 

@@ -111,7 +111,7 @@ def test_an_evaluation_of_some_batches_is_that_of_one_process(kind):
         [(kind, "global") for kind in ("batched", "sequence")]
         + [(kind, "rank") for kind in ("filtered batches", "batched")]
         + [(kind, "global") for kind in ("filtered batches", "arrays")],
-        {("filtered batches", "global"), ("batched", "rank")},
+        {("filtered batches", "global")},
     ),
 )
 def test_weights_of_classes_are_those_of_one_process(kind, batch):

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 FIRST = int(os.environ.get("ROWS_FIRST", "0"))
-COUNT = int(os.environ.get("ROWS_COUNT", "8"))
+COUNT = int(os.environ.get("ROWS_COUNT", "6"))
 
 # More than the number of any row.
 ROWS = 70
