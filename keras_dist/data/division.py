@@ -242,8 +242,7 @@ class Division:
     @property
     def has_empty_parts(self) -> bool:
         """Return True if the last step of a pass may have fewer items than ranks."""
-        lengths = self.total, self.total - self.begin
-        return any(0 < length % self.global_batch < self.size for length in lengths)
+        return any(0 < rest < self.size for rest in self._last_items)
 
     @property
     def known_items(self) -> int | None:
@@ -251,10 +250,14 @@ class Division:
 
         As in Keras, the shape of a batch then has them, and layers may ask for it.
         """
-        lengths = self.total, self.total - self.begin
-        is_even = not any(length % self.global_batch for length in lengths)
         each, rest = divmod(self.global_batch, self.size)
-        return each if is_even and not rest else None
+        return None if rest or any(self._last_items) else each
+
+    @property
+    def _last_items(self) -> list[int]:
+        """Items in the last step of a whole pass, and of the first; 0 if it is full."""
+        lengths = self.total, self.total - self.begin
+        return [length % self.global_batch for length in lengths]
 
     def find_first_step(self, epoch: Any) -> Any:
         """Return the first step of an epoch, which must not be before the first one."""

@@ -242,8 +242,8 @@ HOW = {
         [Diffusion, Lazy, OwnMetrics, Compiled, Nested, OwnFunction, LossBuilds],
         {Lazy, OwnMetrics},
     ),
-    "eagerly": ({"run_eagerly": True}, [Lazy, OwnMetrics, Reads], {}),
-    "with XLA": ({"jit_compile": True}, [Compiled], {}),
+    "eagerly": ({"run_eagerly": True}, [Lazy, OwnMetrics, Reads], set()),
+    "with XLA": ({"jit_compile": True}, [Compiled], set()),
 }
 
 

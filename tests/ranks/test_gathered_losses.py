@@ -189,13 +189,9 @@ def fit(name, **options):
 # How all are trained, and which of them `make test` tries: the last batch of ten rows
 # has one, so that the other ranks take part without rows.
 HOW = {
-    'batch="global"': (
-        {},
-        LOSSES,
-        {"none_and_nan", "weighted_root"},
-    ),
+    'batch="global"': ({}, LOSSES, {"none_and_nan", "weighted_root"}),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
-    "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], {}),
+    "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], set()),
 }
 
 
