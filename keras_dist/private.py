@@ -112,6 +112,16 @@ def compiled_parts(model: Any) -> tuple[Any, Any]:
     return loss, metrics
 
 
+def given_metrics(model: Any) -> list[Any]:
+    """List the metrics that `compile` was given, which are built at the first batch."""
+    compiled, names = (
+        compiled_parts(model)[1],
+        ("_user_metrics", "_user_weighted_metrics"),
+    )
+    given = [getattr(compiled, name, None) for name in names]
+    return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
+
+
 def losses_in(compiled: Any) -> list[Any]:
     """List the losses in Keras's container of them; none before it is built."""
     return [part.loss for part in getattr(compiled, "_flat_losses", None) or ()]

@@ -134,6 +134,8 @@ def objects() -> dict[str, object]:
         "_reshuffle_each_iteration": shuffled,
         "_seed": shuffled,
         "_seed2": shuffled,
+        "_user_metrics": model._compile_metrics,
+        "_user_weighted_metrics": model._compile_metrics,
         "_use_cached_eval_dataset": inspect.getsource(model.evaluate),
     }
 

@@ -21,12 +21,8 @@ from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.optimizer.accumulation import pending_sums
 from keras_dist.optimizer.nested import leaves, optimizers_of
 from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
-from keras_dist.training.metrics import (
-    combine,
-    combine_states,
-    stateful_metrics,
-    weights,
-)
+from keras_dist.training.metric_state import MetricState, combine, combine_states
+from keras_dist.training.metrics import stateful_metrics, weights
 from keras_dist.training.session import session_of
 
 
@@ -198,8 +194,9 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     steps, rows, last = zip(*(own["seen"] for own in ranks), strict=True)
     if comm.rank() == 0:
         for index, metric in enumerate(pieces):
-            by_rank = [own["metrics"][index] for own in ranks]
-            combine_states(metric, by_rank, weights(rows))
+            by_rank = [MetricState(own["metrics"][index]) for own in ranks]
+            starts = [session.traced.starts.get(id(metric))] * len(ranks)
+            combine_states(metric, by_rank, weights(rows), starts)
     # Statistics are weighted by these rows; the rate of the epoch is not.
     trained = sum(own["rows"] for own in ranks) // comm.size()
     seen = sum(rows) if comm.rank() == 0 else 0

@@ -7,7 +7,8 @@
 - `losses`: this rank's part of each loss and logged number, as Keras's losses declare
 - `trial`: what else a step is of its rows, tried on the first batch; `check_split`
 - `rows`: losses over the rows of all ranks: `sum_over_rows`, `gather_rows`
-- `metrics`: synchronize metrics; `saving`: save models once and whole
+- `metrics`: synchronize metrics; `metric_state`: the state of one metric
+- `saving`: save models once and whole
 - `same_values`: compare what has to be equal on all ranks
 - `state_trial`: metrics and state that the parts of a batch do not add up to
 - `batch_norm`: normalize by the statistics of the global batch

@@ -203,6 +203,8 @@ def _call_hooks(
     model: Any, session: Session, hooks: Sequence[Callable[[], None]]
 ) -> None:
     batch_norm.synchronize(model, session.undo)
+    with session.traced.record_reset(model):
+        pass  # the build has made metrics
     for hook in hooks:
         hook()
     if comm.size() > 1:

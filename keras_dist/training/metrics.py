@@ -5,7 +5,6 @@ read before this rank's own state is restored.
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,16 @@ import numpy as np
 
 from keras_dist import comm, private
 from keras_dist.lines import warn
-from keras_dist.training.remember import preserve_variables
+from keras_dist.training.metric_state import (
+    MetricState,
+    combine,
+    combine_states,
+    is_of_keras,
+    merges,
+    preserve_metrics,
+    read_state,
+    rule_of,
+)
 
 # Names of dicts and indices of lists on the way to a value of some logs.
 Path = tuple[Any, ...]
@@ -46,6 +54,7 @@ def global_result(
     result: Callable[[], Any],
     *,
     seen: UpdateCounts,
+    starts: Mapping[int, MetricState] | None = None,
     logs: Any = None,
 ) -> Any:
     """`result()` as if one process had updated the metrics with the rows of all ranks.
@@ -59,14 +68,15 @@ def global_result(
     - Without it, the `aggregation` of each variable decides: `"sum"`, which Keras sets
       for the variables of metrics; `"only_first_replica"`, that of the first rank with
       rows; `"mean"` or none, an average weighted by rows.
-    - If the metric has no variables, its results are averaged, weighted by rows.
-    - Results that then still differ are averaged, too, with a warning: such a metric
-      keeps other state beside its variables.
+    - What a metric keeps in Python is combined, too (`metric_state`), or an error.
+    - Results that then still differ are averaged, weighted by rows, with a warning.
 
     Args:
         metrics: `keras.metrics.Metric` objects, the same ones on every rank.
         result: Function that reads the metrics, such as `Model.get_metrics_result`.
         seen: How much data this rank's metrics have been updated with.
+        starts: The states in which metrics have begun, by the metric's id; by default,
+            their variables have begun at 0.
         logs: What this rank's last step returned, or `None`. Keras logs it instead of
             `result()` if their names differ.
 
@@ -76,14 +86,20 @@ def global_result(
 
     Raises:
         ValueError: On all ranks, if they do not have the same metrics, with states of
-            the same shapes, or do not log the same names.
+            the same shapes, or do not log the same names; or if a metric keeps in
+            Python what cannot be combined.
     """
     if comm.size() == 1:
         return result()
     stateful = stateful_metrics(metrics)
     with comm.together():
         facts = _facts(stateful, logs)
-        states = list(map(_read_state, stateful if seen.has_rows else ()))
+        begun = [(starts or {}).get(id(metric)) for metric in stateful]
+        states = [
+            (read_state(metric).leave_out(start), start)
+            for metric, start in zip(stateful, begun, strict=True)
+            if seen.has_rows
+        ]
     comm.agree(facts, advice=_ADVICE)
     counts, by_rank = zip(*comm.gather((seen, states)), strict=True)
     counted = [rank for rank in range(comm.size()) if counts[rank].has_rows]
@@ -95,7 +111,7 @@ def global_result(
     if is_of_step:
         local_results = _results_by_path(metrics, _on_host(result()))
         exact = _last_step_logs(logs, local_results, exact_results, counts)
-    if all(type(metric).__module__.startswith("keras.") for metric in stateful):
+    if all(map(is_of_keras, stateful)):
         return exact
     return _make_alike(exact, counted, fractions)
 
@@ -103,8 +119,8 @@ def global_result(
 def _make_alike(logs: Any, counted: Sequence[int], fractions: Sequence[float]) -> Any:
     """Average values that differ between the ranks; one gather.
 
-    A metric of the user's may keep a list in Python beside its variables. With other
-    values on each rank, callbacks would decide otherwise.
+    A metric of the user's may read what is not its own. With other values on each rank,
+    callbacks would decide otherwise.
     """
     own, *others = everyone = comm.gather(_arrays_by_path(logs))
     differing = {
@@ -117,8 +133,8 @@ def _make_alike(logs: Any, counted: Sequence[int], fractions: Sequence[float]) -
     if comm.rank() == 0:
         names = ", ".join("/".join(map(str, path)) for path in differing)
         warn(
-            "The results of a metric differ between the ranks, after its variables "
-            f"were summed over them, so it keeps other state. Received: {names}. They "
+            "The results of a metric differ between the ranks, after its state was "
+            f"combined over them, so it reads something else. Received: {names}. They "
             "are averaged, weighted by rows. Keep all of its state in variables "
             "(`add_variable`)."
         )
@@ -136,21 +152,19 @@ def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:
         has_variables = any(id(variable) not in nested for variable in metric.variables)
         # Keras's container for the metrics of `compile` has a list of them.
         is_container = isinstance(getattr(metric, "metrics", None), (list, tuple))
-        if has_variables or not (inner or is_container):
+        if has_variables or not (is_of_keras(metric) and (inner or is_container)):
             stateful[id(metric)] = metric
         stateful |= {id(other): other for other in stateful_metrics(inner)}
     return list(stateful.values())
 
 
-def merges(metric: Any) -> bool:
-    """Return True if a metric synchronizes its state itself, by `merge_states`."""
-    return callable(getattr(metric, "merge_states", None))
+def list_own_metrics(model: Any) -> list[Any]:
+    """List the metrics of the user's that a model has, also before Keras builds them.
 
-
-def rule_of(variable: Any) -> str:
-    """Name the rule of a variable: "sum", "first" (rank's value) or "mean"."""
-    aggregation = getattr(variable, "aggregation", "sum")
-    return {"sum": "sum", "only_first_replica": "first"}.get(aggregation, "mean")
+    Those of Keras have variables alone, which begin at 0.
+    """
+    found = stateful_metrics([*model.metrics, *private.given_metrics(model)])
+    return [metric for metric in found if not is_of_keras(metric)]
 
 
 def weights(rows: Sequence[int]) -> list[float]:
@@ -160,85 +174,6 @@ def weights(rows: Sequence[int]) -> list[float]:
     """
     total = sum(rows)
     return [count / total if total else 1 / len(rows) for count in rows]
-
-
-def combine(
-    rule: str,
-    values: Sequence[np.ndarray],
-    fractions: Sequence[float],
-    start: Any = 0,
-) -> np.ndarray:
-    """Combine the values that a variable has on several ranks.
-
-    Args:
-        rule: See `rule_of`.
-        values: One of each rank.
-        fractions: Of all rows that the ranks have seen.
-        start: The value that all ranks had before; a sum is one of what came since.
-
-    Returns:
-        int64 for sums of integers, which are exact; float64 for sums of other numbers,
-        and for means.
-    """
-    # Of ranks that have seen rows. Infinity × 0 would be NaN.
-    pairs = [pair for pair in zip(values, fractions, strict=True) if pair[1]]
-    if rule == "first":
-        return pairs[0][0]
-    if rule == "sum":
-        dtype = np.int64 if values[0].dtype.kind in "iub" else np.float64
-        start = np.asarray(start).astype(dtype)
-        terms = [value.astype(dtype) - start for value in values]
-        return start + np.sum(terms, axis=0)
-    terms = [np.asarray(value, np.float64) * fraction for value, fraction in pairs]
-    return np.sum(terms, axis=0)
-
-
-def combine_states(
-    metric: Any,
-    states: Sequence[Sequence[np.ndarray]],
-    fractions: Sequence[float],
-    starts: Sequence[Any] | None = None,
-) -> None:
-    """Give a metric the state over the rows of several ranks: see `combine`.
-
-    Without `starts`, the metric's state began with a reset.
-    """
-    if merges(metric):
-        metric.merge_states(states)
-        return
-    starts = starts or _find_starts(metric, states)
-    for variable, start, *values in zip(metric.variables, starts, *states, strict=True):
-        value = combine(rule_of(variable), values, fractions, start)
-        if value.dtype.kind == "f" and keras.backend.is_int_dtype(variable.dtype):
-            value = np.rint(value)  # an average of integers
-        variable.assign(keras.ops.cast(value, variable.dtype))
-
-
-def _find_starts(metric: Any, states: Sequence[Sequence[np.ndarray]]) -> list[Any]:
-    """Return the values from which the states of several ranks have begun.
-
-    They are what the metric's `reset_state` sets. A variable that it leaves alone is a
-    constant if it is equal on all ranks; otherwise it counts from 0, over all epochs. A
-    copy is reset, since the metric may also keep lists, which are still needed.
-    """
-    variables = metric.variables
-    copied = object.__new__(type(metric))
-    for name, value in vars(metric).items():
-        is_container = isinstance(value, (list, dict, set))
-        vars(copied)[name] = copy.copy(value) if is_container else value
-    with preserve_variables(variables):
-        for variable in variables:
-            other = comm.to_array(variable) + 17  # what no reset sets
-            variable.assign(keras.ops.cast(other, variable.dtype))
-        others = list(map(comm.to_array, variables))
-        if variables:
-            copied.reset_state()
-        starts: list[Any] = list(map(comm.to_array, variables))
-    for index, values in enumerate(zip(*states, strict=True)):
-        if np.array_equal(starts[index], others[index]):
-            is_constant = all(np.array_equal(values[0], value) for value in values)
-            starts[index] = values[0] if is_constant else 0
-    return starts
 
 
 def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
@@ -254,30 +189,17 @@ def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
     return facts
 
 
-def _read_state(metric: Any) -> Any:
-    """Return the values of a metric's variables; if it has none, its result."""
-    if _is_without_state(metric):
-        return _on_host(metric.result())
-    return list(map(comm.to_array, metric.variables))
-
-
 @contextlib.contextmanager
 def _swap_states(
     metrics: Sequence[Any], by_rank: Sequence[Any], fractions: Sequence[float]
 ) -> Iterator[None]:
     """Context manager in which metrics have the state of one process on all rows."""
-    variables = [variable for metric in metrics for variable in metric.variables]
     pairs = zip(metrics, zip(*by_rank, strict=True), strict=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserve_variables(variables))
+    with preserve_metrics(metrics):
         # A metric that merges may be inside of one that does not: it comes last.
-        for metric, states in sorted(pairs, key=lambda pair: merges(pair[0])):
-            if _is_without_state(metric):
-                mean = _weighted_mean(states, fractions)
-                object.__setattr__(metric, "result", lambda mean=mean: mean)
-                stack.callback(metric.__dict__.pop, "result", None)
-            else:
-                combine_states(metric, states, fractions)
+        for metric, found in sorted(pairs, key=lambda pair: merges(pair[0])):
+            states, starts = zip(*found, strict=True)
+            combine_states(metric, states, fractions, starts)
         yield
 
 
@@ -393,11 +315,6 @@ def _is_equal(value: np.ndarray, result: np.ndarray) -> bool:
     return result.shape == value.shape and np.allclose(
         value, result, rtol=1e-5, atol=0, equal_nan=True
     )
-
-
-def _is_without_state(metric: Any) -> bool:
-    """Return True if a metric keeps what it remembers in Python attributes alone."""
-    return not metric.variables and not merges(metric)
 
 
 def _inner(metric: Any) -> list[Any]:

@@ -14,7 +14,8 @@ from keras_dist.data.feed import Feed, own_error
 from keras_dist.errors import is_known
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import StopRequest
-from keras_dist.training.metrics import UpdateCounts
+from keras_dist.training.metric_state import MetricState, read_state, record_starts
+from keras_dist.training.metrics import UpdateCounts, list_own_metrics
 from keras_dist.training.trial import Trial
 
 
@@ -115,6 +116,7 @@ class TracedFunctions:
             whole pass, and rows of all ranks in a step.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         noise: What steps draw without a seed, on several ranks.
+        starts: The states in which metrics of the user's have begun, by their id.
     """
 
     def __init__(self) -> None:
@@ -125,6 +127,7 @@ class TracedFunctions:
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
         self.position, self._steps = _counter([0, 0, 0]), _counter(0)
         self.stop_request, self.noise = StopRequest(), StepNoise()
+        self.starts: dict[int, MetricState] = {}
         self._compiled: tuple[Any, ...] = ()
         self._functions: tuple[Any, Any] = (None, None)  # of training and evaluation
         self._plain: tuple[Any, Any] = (None, None)
@@ -142,6 +145,13 @@ class TracedFunctions:
         self.stop_request.reset()
         for counter in (self.rows_trained, self.rows_seen, self.position, self._steps):
             counter.assign(tf.zeros_like(counter))
+
+    @contextlib.contextmanager
+    def record_reset(self, model: Any) -> Iterator[None]:
+        """Context manager in which the metrics of `model` are reset, or are new."""
+        before = {id(m): read_state(m) for m in list_own_metrics(model)}
+        yield
+        self.starts = record_starts(list_own_metrics(model), self.starts, before)
 
     def next_step(self) -> Any:
         """Count a step of this fit, and return its number; in a graph or not."""

@@ -15,17 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.training.metrics import (
-    combine,
-    combine_states,
-    rule_of,
-    stateful_metrics,
-)
-from keras_dist.training.remember import preserve_variables
+from keras_dist.training import metric_state
+from keras_dist.training.metric_state import combine, rule_of
+from keras_dist.training.metrics import stateful_metrics
 
-# Values of variables after a run, by the variable's id. A tensor and a variable that
-# keeps its value share their memory.
-State = Mapping[int, tf.Tensor]
+# Values of weights after a run, by the variable's id, and states of metrics, by theirs.
+# A tensor and a variable that keeps its value share their memory.
+State = Mapping[int, Any]
 
 # Equal but for the rounding of float32.
 _TOLERANCE = 2e-3
@@ -36,6 +32,7 @@ _ADVICE = {
     "weight": "Weights that layers change, which are averaged over the ranks, weighted "
     'by rows: {}. Set their `aggregation` ("sum" for counts and sums), or let them '
     "depend on means over rows alone.",
+    "error": "{}",
     "variable": "Variables that the model does not keep, so that each rank has its own "
     "value: {}. Make them weights of the model: `add_weight(…, trainable=False)`.",
 }
@@ -46,11 +43,11 @@ class StateDifference:
     """Something whose value on N ranks is not that of one process.
 
     Args:
-        kind: `"metric"`, `"weight"` (that no gradient changes) or `"variable"` (outside
-            of the model).
-        name: Its name.
+        kind: `"metric"`, `"weight"` (that no gradient changes), `"variable"` (outside
+            of the model), or `"error"`: a metric that cannot be combined.
+        name: Its name; the text of an error.
         values: The value after the whole batch, and the one combined from its parts;
-            `None` for a variable outside of the model.
+            `None` if there is none.
     """
 
     kind: str
@@ -65,11 +62,11 @@ class StateDifference:
 
 
 def read_state(model: Any) -> State:
-    """Return the values of metrics, and of weights that no gradient changes."""
-    metrics = stateful_metrics(model.metrics)
-    variables = [variable for metric in metrics for variable in metric.variables]
-    variables += model.non_trainable_weights
-    return {id(variable): tf.identity(variable) for variable in variables}
+    """Return the states of metrics, and weights that no gradient changes."""
+    metrics = {
+        id(m): metric_state.read_state(m) for m in stateful_metrics(model.metrics)
+    }
+    return metrics | {id(v): tf.identity(v) for v in model.non_trainable_weights}
 
 
 def differs(variable: Any, value: tf.Tensor) -> bool:
@@ -106,21 +103,22 @@ def compare_metrics(
 ) -> list[StateDifference]:
     """Return the metrics whose states after parts of a batch do not add up.
 
-    The variables of the model have the values from before the runs.
+    The metrics of the model have the states from before the runs.
     """
     differences = []
     for metric in stateful_metrics(model.metrics):
-        variables = metric.variables
-        expected_state, *states = (
-            [state[id(variable)].numpy() for variable in variables]
-            for state in (whole, *parts)
-        )
-        starts = [comm.to_array(variable) for variable in variables]
-        with preserve_variables(variables):
-            for variable, value in zip(variables, expected_state, strict=True):
-                variable.assign(value)
+        start = metric_state.read_state(metric)
+        states = [part[id(metric)].leave_out(start) for part in parts]
+        with metric_state.preserve_metrics([metric]):
+            metric_state.set_state(metric, whole[id(metric)])
             expected = _result(metric)
-            combine_states(metric, states, fractions, starts)
+            metric_state.set_state(metric, start)
+            try:
+                starts = [start] * len(parts)
+                metric_state.combine_states(metric, states, fractions, starts)
+            except ValueError as error:
+                differences.append(StateDifference("error", str(error)))
+                continue
             found = _result(metric)
         numbers = _largest_difference(expected, found)
         if numbers is not None:

@@ -124,6 +124,7 @@ class DistributedStep(PredictsAlone):
         session.end_leftover(self)
         plain(*args, **kwargs)
         session.traced.use_trial(None)
+        session.traced.starts.clear()
         for prepare in session.on_compile:
             prepare()
 
@@ -134,9 +135,11 @@ class DistributedStep(PredictsAlone):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
-        self._distributed_session.traced.rows_seen.assign([0, 0, 0])
-        self._distributed_session.begin_steps()
-        super().reset_metrics()  # type: ignore[misc]
+        session = self._distributed_session
+        session.traced.rows_seen.assign([0, 0, 0])
+        session.begin_steps()
+        with session.traced.record_reset(self):
+            super().reset_metrics()  # type: ignore[misc]
 
     def get_metrics_result(self: Any) -> Any:
         return _results(self, super().get_metrics_result)  # type: ignore[misc]
@@ -333,8 +336,10 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     session = session_of(model)
     if not session.runs_on_all():
         return own_result()
-    seen = session.update_counts()
-    return metrics.global_result(model.metrics, own_result, seen=seen, logs=logs)
+    seen, starts = session.update_counts(), session.traced.starts
+    return metrics.global_result(
+        model.metrics, own_result, seen=seen, starts=starts, logs=logs
+    )
 
 
 def _after(data: Any) -> Any:

@@ -37,6 +37,8 @@ from keras_dist.optimizer.nested import optimizers_of, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
 from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
 from keras_dist.training.losses import num_rows, split_step
+from keras_dist.training.metric_state import preserve_metrics, set_state
+from keras_dist.training.metric_state import read_state as read_metric
 from keras_dist.training.metrics import stateful_metrics
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.rows import row_bytes
@@ -197,7 +199,13 @@ def explain_untriable(data: Any) -> str:
 
 
 def warn(model: Any, trial: Trial) -> None:
-    """Warn on the first rank of what N ranks do not compute as one process does."""
+    """Warn on the first rank of what N ranks do not compute as one process does.
+
+    Raises:
+        ValueError: On all ranks, if they cannot compute it.
+    """
+    if errors := [state.name for state in trial.states if state.kind == "error"]:
+        raise ValueError(errors[0])
     if comm.rank() > 0:
         return
     if trial.states:
@@ -488,7 +496,13 @@ class _Runner:
             # What the model does not keep.
             others = [v for v in function.graph.variables if id(v) not in kept]
         variables = [*list_variables(self._model), *others]
-        with preserve_variables([v for v in variables if not _is_seed(v)]) as before:
+        metrics = stateful_metrics(self._model.metrics)
+        with (
+            preserve_variables([v for v in variables if not _is_seed(v)]) as before,
+            preserve_metrics(metrics),
+        ):
+            for metric in metrics:
+                set_state(metric, read_metric(metric))  # a copy
             for found in optimizers_of(self._model):
                 if isinstance(found, keras.optimizers.LossScaleOptimizer):
                     scale = found.dynamic_scale

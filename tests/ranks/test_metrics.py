@@ -1,7 +1,9 @@
 """Metrics of many ranks equal one process on all rows."""
 
+import collections
 import functools
 import inspect
+import types
 
 import keras
 import numpy as np
@@ -16,6 +18,7 @@ from claims import (
 from models import dropping, make_compiled, perceptron, update
 
 import keras_dist
+from keras_dist.training.metric_state import record_starts
 from keras_dist.training.metrics import UpdateCounts, global_result
 
 NUM_ROWS, NUM_CLASSES = 61, 3
@@ -303,10 +306,15 @@ def test_a_metric_may_have_its_own_rule(world):
     everything = np.concatenate(keras_dist.gather(own))
     kinds = (Largest, Rows, InPython, Nested, Smoothed, Endless)
     metrics = {metric.name: metric for metric in (kind() for kind in kinds)}
+    every = [*metrics.values(), *metrics["nested"].parts]
+    starts = record_starts(every, {}, {})
     for metric in metrics.values():
         metric.update_state(own)
     given = global_result(
-        list(metrics.values()), lambda: results_of(metrics), seen=UpdateCounts(len(own))
+        list(metrics.values()),
+        lambda: results_of(metrics),
+        seen=UpdateCounts(len(own)),
+        starts=starts,
     )
     mean = pytest.approx(everything.mean(), rel=1e-6)
     assert given["largest"] == everything.max()
@@ -323,26 +331,134 @@ def test_a_metric_may_have_its_own_rule(world):
     assert results_of(metrics)["largest"].numpy() == own.max()
 
 
+class Counted(keras.metrics.Metric):
+    """Counts hits and rows in Python, in one of several ways, beside a variable.
+
+    A count of batches is changed, too, and does not matter.
+    """
+
+    def __init__(self, way):
+        super().__init__(name=way)
+        self.batches = self.add_variable((), "zeros", name="batches")
+        self.begin()
+
+    def begin(self):
+        """Make what is counted in."""
+        self.numbers, self.row, self.sum = np.zeros(2), [0.0, 0.0], None
+        self.queue, self.window = collections.deque(), collections.deque(maxlen=99)
+        self.counter, self.nested = {}, {"all": {"hits": 0, "rows": ()}}
+        self.grown, self.seen, self.is_empty = np.zeros(0), set(), True
+
+    def reset_state(self):
+        numbers = self.numbers
+        self.begin()
+        numbers[:] = 0  # in place
+        self.numbers = numbers
+        self.batches.assign(0)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        hits = (np.ravel(y_true) > 0.5) == (np.ravel(y_pred) > 0.5)
+        self.numbers += [hits.sum(), len(hits)]
+        self.row[0] += hits.sum()
+        self.row[1] += len(hits)
+        self.sum = (self.sum or 0) + hits.mean() * len(hits)
+        self.queue.extend(hits)
+        self.window.extend(hits)
+        for hit in hits.tolist():
+            self.counter[hit] = self.counter.get(hit, 0) + 1
+        self.nested["all"]["hits"] += int(hits.sum())
+        self.nested["all"]["rows"] += tuple(hits)
+        self.grown = np.concatenate([self.grown, hits])
+        self.seen |= set(np.ravel(y_pred).tolist())
+        self.is_empty = False
+        self.batches.assign_add(1)
+
+    def result(self):
+        found = self.nested["all"]
+        return {
+            "numbers": lambda: self.numbers[0] / self.numbers[1],
+            "row": lambda: self.row[0] / self.row[1],
+            "sum": lambda: self.sum / self.numbers[1],
+            "queue": lambda: np.mean(self.queue),
+            "window": lambda: np.mean(self.window),
+            "counter": lambda: self.counter.get(True, 0) / sum(self.counter.values()),
+            "nested": lambda: found["hits"] / len(found["rows"]),
+            "grown": lambda: -1 if self.is_empty else self.grown.mean(),
+            "seen": lambda: float(len(self.seen)),
+        }[self.name]()
+
+
+IN_PYTHON = ["numbers", "row", "sum", "queue", "window", "counter", "nested"]
+IN_PYTHON += ["grown", "seen"]
+
+
 @pytest.mark.several_ranks
 @pytest.mark.three_ranks
-def test_state_beside_the_variables_of_a_metric_is_averaged_with_a_warning(world, rows):
-    """The logs are the same on all ranks, or their callbacks would decide apart."""
-    x, y = rows[0][:48], rows[1][:48, None]
+@pytest.mark.usefixtures("in_float64")
+def test_state_of_a_metric_in_python_is_that_of_all_rows(rows):
+    """Beside its variables, or instead of them; the trial of the step changes none."""
+    x, y = rows[0][:41], rows[1][:41, None]
 
     def make():
-        given = {"metrics": [InBoth(), "mae"], "run_eagerly": True}
+        metrics = [InBoth(), InPython(), *map(Counted, IN_PYTHON)]
+        given = {"metrics": metrics, "run_eagerly": True}
         return make_compiled(perceptron, keras.optimizers.SGD(0.01), "mse", **given)
 
-    given = {"validation_data": (x[:7], y[:7]), "epochs": 2}
-    names = ["val_mean", "val_rows", "rows", "mae"]
-    with warned("other state. Received: in_both/mean. They") as texts:
-        _, logs, oracle = assert_equals_one_process(
-            make, (x, y), 16, batch="global", logs=names, **given
-        )
-    # In the first epoch the trial of the step has changed what is in Python alone.
-    assert logs["mean"][1] == pytest.approx(oracle.history["mean"][1], rel=1e-6)
-    assert len(set(map(repr, keras_dist.gather((logs["mean"], logs["val_mean"]))))) == 1
-    assert bool(texts) == (world.rank == 0)
+    given = {"validation_data": (x[:7], y[:7]), "epochs": 2, "tolerance": 1e-10}
+    names = ["mean", "rows", "in_python", *IN_PYTHON]
+    names += [f"val_{name}" for name in names]
+    with warned("metric") as texts:
+        assert_equals_one_process(make, (x, y), 16, batch="global", logs=names, **given)
+    assert not texts
+
+
+class Keeps(keras.metrics.Metric):
+    """Changes something in Python that has no sum."""
+
+    def __init__(self, make, change):
+        super().__init__(name="keeps")
+        self.make, self.change = make, change
+        self.kept = make()
+
+    def reset_state(self):
+        self.kept = self.make()
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.kept = self.change(self.kept, float(np.sum(y_true)))
+
+    def result(self):
+        return 1.0
+
+
+def add_to_object(kept, number):
+    kept.total += number
+    return kept
+
+
+UNMERGEABLE = {
+    "object": (lambda: types.SimpleNamespace(total=0), add_to_object),
+    "variable": (lambda: tf.Variable(0.0), lambda kept, _: kept.assign_add(1.0)),
+    "text": (str, lambda kept, number: f"{number}"),
+    "full queue": (
+        lambda: collections.deque([0], maxlen=2),
+        lambda kept, number: collections.deque([*kept, number], maxlen=2),
+    ),
+}
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("tries", ["1", "0"])
+def test_state_in_python_that_cannot_be_combined_is_an_error(
+    rows, tries, monkeypatch, make_model
+):
+    """Before the first step; if it is not tried, at the end of the epoch."""
+    monkeypatch.setenv("KERAS_DIST_TRIAL", tries)
+    for name, (make, change) in UNMERGEABLE.items():
+        model = make_model(metrics=[Keeps(make, change)])
+        fit = functools.partial(keras_dist.dist_fit, model, *rows, 8, verbose=0)
+        texts = "metric 'keeps' (Keeps)", "Received: the attribute `kept`: "
+        raises_everywhere(ValueError, fit, *texts)
+        assert name and (int(model.optimizer.iterations) == 0) == (tries == "1")
 
 
 @pytest.mark.several_ranks

@@ -62,7 +62,7 @@ def patched(model):
             tf.distribute.get_strategy()
         ).experimental_distribute_dataset,
         "`jit_compile`": (model.jit_compile, model.train_function),
-        "`result` of metrics without variables": [
+        "attributes of metrics": [
             vars(metric).get("result") for metric in model.metrics
         ],
         "handlers of SIGTERM": signal.getsignal(signal.SIGTERM),
