@@ -23,8 +23,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-# The launcher sets this variable to the beginning of the paths of the report files:
-# PATH.json for an error, PATH.crash for the Python stacks of a crash.
+# The launcher sets this variable to the path of the report file: an error is a line of
+# JSON, of which the first counts; after a crash it has Python's stacks.
 REPORT_VARIABLE = "KERAS_DIST_REPORT"
 
 # If this variable is set, a rank that has written a report does not print its error:
@@ -62,16 +62,15 @@ _PR_SET_PDEATHSIG = 1
 def write_report(summary: str, text: str, code: int, **flags: bool) -> None:
     """Write the report of this rank: why it fails; see `launch.failures.RankEnd`.
 
-    Only the first call writes; later errors are not the cause.
+    Only the first one counts; later errors are not the cause.
     """
     path = os.environ.get(REPORT_VARIABLE)
     if not path:
         return
     report = {"time": time.time(), "code": code, "summary": summary, "text": text}
-    draft = Path(f"{path}.{os.getpid()}.draft")
-    with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
-        draft.write_text(json.dumps(report | flags))
-        os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
+    line = f"{json.dumps(report | flags)}\n".encode()
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+        file.write(line)  # at once: two threads may fail
 
 
 def is_secondary(message: str) -> bool:
@@ -106,7 +105,7 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     path = os.environ.get(REPORT_VARIABLE)
-    has_report = path is not None and Path(f"{path}.json").exists()
+    has_report = path is not None and os.path.getsize(path) > 0
     is_ctrl_c = issubclass(kind, KeyboardInterrupt)  # with `--log-dir`, too
     if not (has_report and (is_ctrl_c or os.environ.get(QUIET))):
         error.__traceback__ = _own(trace)  # which the hook prints, not its argument
@@ -162,7 +161,7 @@ def main(arguments: list[str]) -> None:
     if kind == "program":
         os.execvp(command[0], command)
     if path := os.environ.get(REPORT_VARIABLE):
-        faulthandler.enable(open(f"{path}.crash", "w"))  # noqa: SIM115
+        faulthandler.enable(open(path, "a"))  # noqa: SIM115
     sys.excepthook = _print
     os.register_at_fork(after_in_child=_leave_rank)
     sys.argv = command
