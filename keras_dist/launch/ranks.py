@@ -27,16 +27,16 @@ RESTART = "KERAS_DIST_RESTART"
 # Seconds to wait after the first failure, in which other ranks may fail and report.
 _GRACE = 3.0
 
-# Seconds between SIGTERM and SIGKILL; and if the launcher itself got SIGTERM, as from a
-# scheduler, or Ctrl-C, because the ranks then save.
+# Seconds between SIGTERM and SIGKILL; and if the launcher itself got a signal, by a
+# scheduler, a closed terminal or Ctrl-C, because the ranks then save.
 _END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
 _TICK = 0.1
 
 # Seconds to wait after SIGKILL.
 _KILL_SECONDS = 5.0
 
-# Signals that stop a job; and those that give the ranks time to save.
-_STOPS, SAVING = (SIGINT, SIGTERM, SIGHUP), (SIGINT, SIGTERM, SIGUSR1)
+# Signals that stop a job; and what ends the ranks where others have failed.
+_STOPS, FAILED = (SIGINT, SIGTERM, SIGHUP), -1
 
 # Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -94,8 +94,8 @@ def run_ranks(
         job: Id of the job, by which their processes are found.
         stop: Returns the number of a signal that ends the ranks, or 0. They get SIGINT
             for SIGINT, else SIGTERM; and SIGKILL if they are still there after a while,
-            which is longest after these two, so that they can save, or if the number is
-            that of SIGKILL.
+            so that they can save, but soon if it is `FAILED`, and at once if it is that
+            of SIGKILL.
     """
     ranks = _Ranks(command, variables, job)
     try:
@@ -191,7 +191,7 @@ class _Ranks:
             Whether all ranks were asked to end, and ended together.
         """
         number = stop()
-        end = time.monotonic() + (_SAVE_SECONDS if number in SAVING else _END_SECONDS)
+        end = time.monotonic() + (_SAVE_SECONDS if number > 0 else _END_SECONDS)
         running = [p for p in self._processes.values() if p.poll() is None]
         for process in running:
             if number == SIGINT:  # to all processes in its session, as from a terminal
@@ -201,8 +201,7 @@ class _Ranks:
         while any(p.poll() is None for p in running) and time.monotonic() < end:
             if stop() == SIGKILL:
                 break
-            with contextlib.suppress(OSError):  # nobody may read the screen any more
-                self._output.pass_on(_TICK)
+            self._output.pass_on(_TICK, holds=False)
         for process in running:  # also where the variables of the job are not passed on
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, SIGKILL)
