@@ -48,7 +48,7 @@ JOB_IDS = (
 # The errors with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit", "SavedInterrupt"
 
-# An error that contains one of these texts has its cause on another rank.
+# Such an error of a collective has its cause on another rank; and who raises them.
 _FROM_ANOTHER_RANK = (
     "Another rank has ended while this one waited",
     "Horovod has been shut down",
@@ -56,6 +56,8 @@ _FROM_ANOTHER_RANK = (
     "Connection reset by peer",
     "cannot be read, for a sum: it has ended",
 )
+_COLLECTIVES = ("tensorflow", "horovod", "keras_dist")
+_RANK_ERROR = ("keras_dist.errors", "RankError")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -73,10 +75,21 @@ def write_report(summary: str, text: str, code: int, **flags: bool) -> None:
         file.write(line)  # at once: two threads may fail
 
 
-def is_secondary(message: str) -> bool:
-    """Return True if an error with this message has its cause on another rank."""
-    return message.startswith("On rank ") or any(
-        text in message for text in _FROM_ANOTHER_RANK
+def is_secondary(error: BaseException) -> bool:
+    """Return True if an error has its cause on another rank, by what raised it.
+
+    An error of the user's code may have the same text, also inside of TensorFlow's.
+    """
+    classes = [(each.__module__, each.__name__) for each in type(error).__mro__]
+    modules, text = [type(error).__module__], str(error)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        modules[1:] = [frame.f_globals.get("__name__", "")]  # of the last one
+    is_collective = any(name.split(".")[0] in _COLLECTIVES for name in modules)
+    is_collective &= "Traceback (most recent call last)" not in text
+    return (
+        _RANK_ERROR in classes
+        or (is_collective and any(each in text for each in _FROM_ANOTHER_RANK))
+        or (error.__cause__ is not None and is_secondary(error.__cause__))
     )
 
 
@@ -90,7 +103,7 @@ def _report_error(error: BaseException) -> None:
         f"{kind}: {message}".strip(": ").splitlines()[0],
         "".join(lines),
         code,
-        is_secondary=is_secondary(message),
+        is_secondary=is_secondary(error),
         is_saved=kind in _SAVED,
     )
 
