@@ -82,6 +82,7 @@ class Record:
                 with open(path, "r+b") as file:
                     self._buffer = mmap.mmap(file.fileno(), _LAYOUT.size)
         self.position = RankPosition()  # that was written last
+        self.is_alone = False  # others wait for what this rank alone does
         # The thread that trains: Ray Train's is not the main one.
         self.thread = threading.main_thread().ident
 
