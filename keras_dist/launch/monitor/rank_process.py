@@ -35,6 +35,10 @@ QUIET = "KERAS_DIST_QUIET"
 # distributes what the script trains.
 DISTRIBUTE = "KERAS_DIST"
 
+# What a rank has in `sys.path`, if `keras_dist.run` has started the job; PYTHONPATH
+# would pass it on to other versions of Python, too.
+PATHS = "KERAS_DIST_PATHS"
+
 # `keras-dist run` draws a seed for each job; other launchers give all ranks an id.
 SEED = "KERAS_DIST_SEED"
 JOB_IDS = (
@@ -169,10 +173,17 @@ def main(arguments: list[str]) -> None:
     """
     parent, kind, *command = arguments
     end_with(int(parent))
-    if "SLURM_JOB_ID" in os.environ:  # it signals all processes, also the launcher's
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if kind == "program":
+    # It signals all processes, also the launcher's. A program ignores that signal if
+    # this process does; what a script starts does not.
+    is_program, nothing = kind == "program", lambda *_: None
+    if "SLURM_JOB_ID" in os.environ:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN if is_program else nothing)
+    if is_program:
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)
+    if paths := os.environ.pop(PATHS, None):
+        sys.path[1:] = paths.split(os.pathsep)
     if path := os.environ.get(REPORT_VARIABLE):
         faulthandler.enable(open(path, "a"))  # noqa: SIM115
     sys.excepthook = _print
