@@ -490,9 +490,9 @@ def test_a_rank_of_a_function_passes_no_paths_on(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
     def look():
-        import subprocess
+        import subprocess  # noqa: PLC0415
 
-        import of_this_test
+        import of_this_test  # noqa: PLC0415
 
         shown = subprocess.run(["env"], capture_output=True, text=True).stdout
         return of_this_test.word, [line for line in shown.split() if "PATH" in line]
