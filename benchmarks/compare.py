@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import report
 from start import ROOT, measure, read_measured
@@ -45,7 +46,9 @@ class Stack:
 
 TABLE = {
     "keras_dist": Stack("keras3.py", "both", "horovodrun", twin="ceiling"),
-    "one process": Stack("keras3.py", "alone", "python", ranks=1),
+    # Each in a process of its own: what one of them does to a process, the other sees.
+    report.ONE: Stack("keras3.py", "alone", "python", ranks=1),
+    report.OURS_ON_ONE: Stack("keras3.py", "keras_dist", "python", ranks=1),
     "Horovod on Keras 2": Stack(
         "keras2.py", "horovod", "horovodrun", twin="Keras 2 ceiling"
     ),
@@ -55,7 +58,7 @@ TABLE = {
 # One global batch, shared by two ranks or by two devices of one process.
 SAME_BATCH = {
     report.SHARED: Stack("same_batch.py", "keras_dist", "horovodrun"),
-    "one process": Stack("same_batch.py", "one", "python", ranks=1),
+    report.ONE: Stack("same_batch.py", "one", "python", ranks=1),
     "MirroredStrategy": Stack("same_batch.py", "mirrored", "python", ranks=1),
     "keras.distribution on JAX": Stack("same_batch.py", "jax", "python", ranks=1),
     "keras.distribution on PyTorch": Stack("same_batch.py", "torch", "torch"),
@@ -187,7 +190,7 @@ def main() -> int:
     measured = ENVIRONMENTS / "measured.json"
     begin = time.perf_counter()
     tables = {name: TABLE[name] for name in arguments.stacks}, SAME_BATCH
-    rates, shared = (speeds(arguments, table) for table in tables)
+    (rates, system), (shared, _) = (speeds(arguments, table) for table in tables)
     if arguments.write:
         facts = {
             "ranks": RANKS,
@@ -204,7 +207,7 @@ def main() -> int:
                 {"rates": rates, "shared": shared, "facts": facts, "costs": costs}
             )
         )
-        report.write(rates, shared, costs, facts)
+        report.write(rates, system, shared, costs, facts)
         env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
         plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
         subprocess.run([*plot, str(measured)], env=env, check=True)
@@ -214,10 +217,15 @@ def main() -> int:
 
 def speeds(
     arguments: argparse.Namespace, table: dict[str, Stack]
-) -> dict[str, dict[str, list[float]]]:
-    """Rows per second of each round, by model and stack of a table."""
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[Any]]]]:
+    """Measure each round, by model and stack of a table.
+
+    Returns:
+        Rows per second; and page faults and seconds in the kernel, for 1000 rows.
+    """
     options = ["--scale", str(arguments.scale), "--models", *arguments.models]
     rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    system: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for number in range(arguments.rounds):
         # Another order each round: no stack always follows the same one.
         names = list(table)
@@ -226,8 +234,12 @@ def speeds(
             for (part, model), ranks in run(table[name], options).items():
                 stack = name if part == "own" else table[name].twin
                 rates[model][stack].append(rate_of(ranks))
+                thousands = ranks[0]["rows"] / 1000
+                costs = ("page_faults", "system_seconds")
+                sums = [sum(own.get(cost, 0) for own in ranks) for cost in costs]
+                system[model][stack].append([each / thousands for each in sums])
                 print(number + 1, stack, model, rates[model][stack][-1], flush=True)
-    return rates
+    return rates, system
 
 
 def measured_costs(rounds: int) -> dict[str, dict[str, list[float]]]:

@@ -1,6 +1,7 @@
 """The command `keras-dist`, also as `python -m keras_dist`."""
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; by default the process's own.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may have no UTF-8
+        sys.stdout.reconfigure(errors="replace")
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if unknown:  # with the usage of the command, which has other options

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import keras
 
 from keras_dist import comm, mixin, private
+from keras_dist.allocator import keep_freed_memory
 from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
 from keras_dist.callbacks.user_callbacks import autolog_once, is_alone, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
@@ -240,6 +241,7 @@ def run_loop(
         arguments: Keyword arguments.
         loop: Keras's own method of the model, if it was called, and not the model's.
     """
+    keep_freed_memory()
     is_override = loop is None and _takes_data(getattr(model.__class__, name))
     with contextlib.ExitStack() as stack:
         stack.enter_context(turn_off_tuning(model))

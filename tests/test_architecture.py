@@ -19,7 +19,7 @@ PACKAGE = Path(keras_dist.__file__).parent
 # Each folder and file at the top of the package; a line is a layer, the lowest first.
 # It may import others of its own layer that do not import it back, and those below.
 _TABLE = """
-version mixin private lines errors plan data clusters
+version allocator mixin private lines errors plan data clusters
 launch
 comm
 optimizer

@@ -46,6 +46,20 @@ PLACES = [
     (HOROVOD, Place("horovodrun", 3, 4, 1, 2)),
     (OPEN_MPI, Place("mpirun (Open MPI)", 1, 2, 1, 2)),
     (MPICH, Place("mpirun (MPICH)", 1, 2, 1, 2)),
+    *(  # in a batch script of SLURM, and by its daemons on two nodes
+        (MPICH | {"PMI_RANK": "0"} | more, Place("mpirun (MPICH)", 0, 2, 1, 2))
+        for more in (
+            {"SLURM_PROCID": "0"},
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            SLURM
+            | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+        )
+    ),
+    (
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "SLURM_PROCID": "0"},
+        Place("mpirun (MPICH)", 0, 2),
+    ),
     *(
         (SLURM | more, Place("srun", 2, 4, 0, 2, "n1", 20707))
         for more in ({}, {"PMI_RANK": "2", "PMI_SIZE": "4"})

@@ -49,6 +49,7 @@ class Clock:
         self.begun = time.perf_counter()
         self.first_step = 0.0
         self.epochs: list[list[float]] = []
+        self.page_faults, self.system_seconds = 0, 0.0
 
     def begin(self) -> None:
         """An epoch begins."""
@@ -56,6 +57,11 @@ class Clock:
 
     def step(self) -> None:
         """A step is over."""
+        now = resource.getrusage(resource.RUSAGE_SELF)
+        if len(self.epochs) > 1 and self.epochs[-1]:  # as `seconds` in `report`
+            self.page_faults += now.ru_minflt - self._before.ru_minflt
+            self.system_seconds += now.ru_stime - self._before.ru_stime
+        self._before = now
         self.epochs[-1].append(time.perf_counter())
         self.first_step = self.first_step or time.perf_counter() - self.begun
 
@@ -68,6 +74,8 @@ class Clock:
             "model": self.name,
             "rows": self.rows * steps,
             "seconds": sum(ends[-1] - ends[0] for ends in measured),
+            "page_faults": self.page_faults,
+            "system_seconds": self.system_seconds,
             "first_step": self.first_step,
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }

@@ -7,7 +7,8 @@ from typing import ClassVar
 from keras_dist.clusters.cluster import Cluster, Place, read_number, read_text
 
 # Of the step, and not of the job, which may be larger.
-_RANK, _SIZE, _LOCAL = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+NUMBERS = _RANK, _SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
+_LOCAL = "SLURM_LOCALID"
 _NODES, _NODE = "SLURM_STEP_NODELIST", "SLURM_NODEID"
 _COUNTS = "SLURM_STEP_TASKS_PER_NODE"
 _JOB, _STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"

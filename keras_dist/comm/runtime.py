@@ -18,7 +18,7 @@ from keras_dist.comm.world import (
     identity,
     world_at,
 )
-from keras_dist.launch.monitor import watchdog
+from keras_dist.launch.monitor import record, watchdog
 from keras_dist.launch.monitor.rank_process import seed_generators
 
 # Holds the process id of a rank. The processes that a rank starts inherit it, and so
@@ -165,10 +165,12 @@ def is_started() -> bool:
 @contextlib.contextmanager
 def without_collectives(message: str = _ELSEWHERE) -> Iterator[None]:
     """Context manager in which a collective is an error: others are elsewhere."""
-    token = _forbidden.set(message)
+    token, before = _forbidden.set(message), record.here.is_alone
+    record.here.is_alone = message == _ELSEWHERE  # has a stall limit of its own
     try:
         yield
     finally:
+        record.here.is_alone = before
         _forbidden.reset(token)
 
 

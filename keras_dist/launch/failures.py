@@ -1,7 +1,5 @@
 """The end of each rank, and the message about the first failure."""
 
-import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,12 +121,3 @@ def describe_failure(
     if len(others) > _MOST_LINES:
         lines.append(f"And {len(others) - _MOST_LINES} more ranks.")
     return "\n".join(lines), code
-
-
-def print_message(text: str) -> None:
-    """Print a message of the launcher, as long as somebody reads standard error.
-
-    A thread that ended here would leave the other hosts waiting.
-    """
-    with contextlib.suppress(OSError, ValueError):  # the screen was closed
-        print(text, file=sys.stderr, flush=True)

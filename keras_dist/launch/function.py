@@ -10,8 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from keras_dist.launch.monitor.rank_process import PATHS
+
 # Files of a call: function and arguments; what a rank returned.
 CALL, RESULT = "call.pickle", "result.{rank}.pickle"
+
+_LAUNCH = f"""
+import os, sys
+sys.path[:] = os.environ["{PATHS}"].split(os.pathsep)
+from keras_dist.__main__ import main
+sys.exit(main())
+"""
 
 Result = TypeVar("Result")
 
@@ -55,12 +64,12 @@ def run(
     # Only this user can write to this folder, so its files are safe to unpickle.
     with tempfile.TemporaryDirectory(prefix="keras_dist.") as folder:
         write(Path(folder) / CALL, (function, tuple(args), dict(kwargs or {})))
-        command = [sys.executable, "-m", "keras_dist", "run", "-np", str(np)]
+        command = [sys.executable, "-c", _LAUNCH, "run", "-np", str(np)]
         command += ["--with-parent", str(os.getpid())]
         command += ["-m", "keras_dist.launch.call", folder]
         # The ranks can import what this process can import.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+        process = subprocess.Popen(command, env={**os.environ, PATHS: paths})
         try:
             code = process.wait()
         except BaseException:

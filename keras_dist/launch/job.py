@@ -22,13 +22,13 @@ from keras_dist.launch.failures import (
     Report,
     describe_failure,
     parse_report,
-    print_message,
 )
-from keras_dist.launch.meeting import Interrupted, Meeting
+from keras_dist.launch.meeting import CUT, Interrupted, Meeting
 from keras_dist.launch.monitor.rank_process import SEED
+from keras_dist.launch.output import SCREEN, print_message
 from keras_dist.launch.ranks import (
+    FAILED,
     RESTART,
-    SAVING,
     Command,
     note_signals,
     reaper,
@@ -100,6 +100,8 @@ def run_job(
             number = int(error.args[0])
             print_message(_describe_stop(number))
             return 128 + number
+        finally:
+            SCREEN.leave(stopped)
 
 
 def _read_signals(stopped: list[int]) -> None:
@@ -108,7 +110,7 @@ def _read_signals(stopped: list[int]) -> None:
     lines = io.FileIO(0, closefd=False)
     for line in iter(lines.readline, b""):
         stopped.append(int(line))
-    stopped.append(signal.SIGHUP)
+    stopped.extend([signal.SIGHUP, CUT])
 
 
 def _describe_stop(number: int, where: str = "", *, has_saved: bool = False) -> str:
@@ -175,13 +177,11 @@ class _Host:
         signals = self.meeting.signals
         if any(numbers.count(signal.SIGINT) > 1 for numbers in signals.values()):
             return signal.SIGKILL
-        if self.number in signals:
-            return signals[self.number][0]
-        if saving := [first for first, *_ in signals.values() if first in SAVING]:
-            return saving[0]
+        if signals:
+            return signals.get(self.number, next(iter(signals.values())))[0]
         found = map(parse_report, self.meeting.find(reports))
         have_failed = not all(report.is_finished for report in found)
-        return signal.SIGHUP if signals or have_failed or self.meeting.lost else 0
+        return FAILED if have_failed or self.meeting.lost else 0
 
     def _judge(self, start: int, values: Sequence[Any]) -> dict[str, Any]:
         """On the first host, make the verdict: code, its first line, and what next."""

@@ -9,12 +9,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from signal import SIGHUP
 from typing import Any
 
 from keras_dist.clusters import Place
-from keras_dist.launch.failures import LOST_SECONDS, print_message
+from keras_dist.launch.failures import LOST_SECONDS
 from keras_dist.launch.hosts import interface_variables, is_loopback, ranges
+from keras_dist.launch.output import print_message
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
 from keras_dist.launch.store import MANY, Store, StoreClient, store_variables
@@ -23,6 +23,9 @@ from keras_dist.version import __version__
 # Seconds between two heartbeats: while ranks run, and while this member waits. All who
 # wait send at most so many a second.
 _BEAT_SECONDS, _TICK, _MOST_BEATS = 0.5, 0.1, 200
+
+# What stands for a signal when the command that has started this one is gone.
+CUT = 0
 
 # Seconds between two lines about missing members; and for which the store stays until
 # all have read the last result.
@@ -129,7 +132,7 @@ class Meeting:
     @property
     def is_cut(self) -> bool:
         """True if what has started this member is gone, so that it waits for nobody."""
-        return SIGHUP in self._stopped
+        return CUT in self._stopped
 
     @property
     def lost(self) -> list[int]:

@@ -1,10 +1,19 @@
-"""Pass on the output of the ranks: to the screen, or to one file for each rank."""
+"""Pass on the output of the ranks: to the screen, or to one file for each rank.
+
+The ranks' output ends by itself if it cannot be written, and the job goes on.
+"""
 
 import contextlib
 import os
 import re
+import select
 import selectors
+import stat
 import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +23,10 @@ _CHUNK = 1 << 16
 # pieces, so that neither the memory nor the time for a chunk depends on its length.
 _LONGEST = 1 << 14
 
+# The most bytes that wait for a reader of the screen, once the ranks have to end; and
+# seconds to wait for one: after output, and at the end of a job that was stopped.
+_MOST_WAITING, _TICK, _LEAVE_SECONDS = 1 << 24, 0.1, 2.0
+
 # A line, or one state of a progress bar, which ends with a carriage return; or carriage
 # returns alone. It is applied to whole lines: with a beginning of a line at the end it
 # would look for the end from each of its bytes.
@@ -21,6 +34,82 @@ _LINE = re.compile(rb"\r+(?!\n)|[^\r\n]*(?:\r?\n|\r)")
 
 # What TensorFlow writes as it is imported, whatever its level of logging.
 _ROUTINE = re.compile(rb"I0000 00:00:|WARNING: All log messages before absl::Init")
+
+
+class Screen:
+    """Standard output and standard error, to which a thread writes.
+
+    It alone waits while nobody reads them (`| less`, Ctrl-S), so that the launcher
+    answers signals. One that cannot be written is closed, and a line says so.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[int, bytes]] = deque()  # to be written
+        self._closed: set[int] = set()
+        self._changed = threading.Condition()
+        # Is started when it is needed: after the reaper was forked.
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def write(self, stream: Any, data: bytes) -> None:
+        """Let the thread write to `sys.stdout` or `sys.stderr`."""
+        with contextlib.suppress(AttributeError, ValueError), self._changed:
+            number = stream.fileno()  # there is none if it was closed: `>&-`
+            if sum(len(each) for _, each in self._pieces) < _MOST_WAITING:
+                self._pieces.append((number, data))
+            if self._thread.ident is None:
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all is written, at most so long; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pieces, seconds)
+
+    def leave(self, stopped: Sequence[int]) -> None:
+        """Wait until all is written; for a while if the launcher was stopped."""
+        end = None
+        while not self.wait(_TICK) and (end is None or time.monotonic() < end):
+            if stopped:
+                end = end or time.monotonic() + _LEAVE_SECONDS
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces)
+                number, data = self._pieces[0]
+            try:
+                if number not in self._closed:
+                    _write_all(number, data)
+            except OSError as error:
+                self._closed.add(number)
+                name = "standard error" if number == 2 else "standard output"
+                _print_loss(f"{name} ({os.readlink(f'/proc/self/fd/{number}')})", error)
+            with self._changed:
+                self._pieces.popleft()
+                self._changed.notify_all()
+
+
+SCREEN = Screen()  # of this process
+
+
+def print_message(text: str) -> None:
+    """Print a message of the launcher to standard error."""
+    SCREEN.write(sys.stderr, f"{text}\n".encode(errors="replace"))
+
+
+def _print_loss(name: str, error: OSError) -> None:
+    print_message(
+        f"keras-dist: {name} cannot be written, and the job goes on without it. "
+        f"Received: {error}"
+    )
+
+
+def _write_all(number: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(number, data) :]
+        except BlockingIOError:  # as the program that has started this one wants
+            select.select([], [number], [])
 
 
 class Output:
@@ -53,26 +142,36 @@ class Output:
             lines = _Lines(rank, prefix, screen)
             self._selector.register(pipe, selectors.EVENT_READ, lines)
 
-    def pass_on(self, seconds: float) -> bool:
-        """Wait for output, at most so long, and pass it on; whether there was any."""
+    def pass_on(self, seconds: float, *, holds: bool = True) -> bool:
+        """Wait for output, at most so long, and pass it on; whether there was any.
+
+        Args:
+            seconds: How long to wait.
+            holds: Whether output is left in the pipes while nobody reads the screen, so
+                that the ranks wait, too. Else what is too much is lost.
+        """
         is_any = False
+        if holds and not SCREEN.wait(seconds):
+            return False
         for key, _ in self._selector.select(seconds):
             if data := os.read(key.fd, _CHUNK):
                 is_any = True
                 self._write(key.data, data)
             else:
                 self._finish(key)
+        SCREEN.wait(_TICK)
         return is_any
 
     def close(self) -> None:
         """Pass on the rest, also of the ranks' children, and close pipes and files."""
-        while self.pass_on(0):
+        while self.pass_on(0, holds=False):
             pass
         for key in list(self._selector.get_map().values()):
             self._finish(key)
         self._selector.close()
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _finish(self, key: Any) -> None:
         if key.data.rest or key.data.is_in_line:  # a line has begun
@@ -82,25 +181,29 @@ class Output:
 
     def _write(self, lines: "_Lines", data: bytes) -> None:
         if self._folder is not None:
-            self._files[lines.rank].write(data)
+            if file := self._files.get(lines.rank):
+                try:
+                    _write_all(file.fileno(), data)
+                except OSError as error:
+                    _print_loss(file.name, error)
+                    del self._files[lines.rank]
             if lines.rank:
                 return
         self._show(lines, data)
 
     def _show(self, lines: "_Lines", data: bytes) -> None:
         if shown := lines.add(data):
-            with contextlib.suppress(ValueError):  # the screen was closed
-                if self._bar is not None and self._bar.rank != lines.rank:
-                    self._bar.print(b"\n")
-                lines.print(shown)
-                self._bar = lines if shown.endswith(b"\r") else None
+            if self._bar is not None and self._bar.rank != lines.rank:
+                SCREEN.write(self._bar.screen, b"\n")
+            SCREEN.write(lines.screen, shown)
+            self._bar = lines if shown.endswith(b"\r") else None
 
 
 class _Lines:
     """The output of one rank to one stream, split into lines."""
 
     def __init__(self, rank: int, prefix: bytes, screen: Any) -> None:
-        self.rank, self._screen, self._prefix = rank, screen, prefix
+        self.rank, self.screen, self._prefix = rank, screen, prefix
         self.rest = b""
         self.is_in_line = False  # a part of the current line is shown
 
@@ -125,13 +228,6 @@ class _Lines:
         has_prefix = not was_in_line and piece.strip(b"\b\r")
         return self._prefix + piece if has_prefix else piece
 
-    def print(self, data: bytes) -> None:
-        if self._screen is None:  # closed when the launcher was started: `>&-`
-            return
-        self._screen.flush()
-        self._screen.buffer.write(data)  # not as text, which a part of one is not
-        self._screen.flush()
-
 
 def _open_log(path: Path) -> IO[bytes]:
     """Open the log file of a rank; a job that is restarted appends to it.
@@ -142,7 +238,12 @@ def _open_log(path: Path) -> IO[bytes]:
     # Another account may have put a link there, to a file of this user.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return open(os.open(path, flags, 0o666), "ab", buffering=0)
+        file = open(  # noqa: SIM115
+            path, "ab", buffering=0, opener=lambda *_: os.open(path, flags, 0o666)
+        )
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        raise OSError(f"no file, but a pipe or a device: {str(path)!r}")
     except OSError as error:
         raise OSError(
             f"The log of a rank cannot be written. Received: {error}. It must be a "

@@ -27,16 +27,16 @@ RESTART = "KERAS_DIST_RESTART"
 # Seconds to wait after the first failure, in which other ranks may fail and report.
 _GRACE = 3.0
 
-# Seconds between SIGTERM and SIGKILL; and if the launcher itself got SIGTERM, as from a
-# scheduler, or Ctrl-C, because the ranks then save.
+# Seconds between SIGTERM and SIGKILL; and if the launcher itself got a signal, by a
+# scheduler, a closed terminal or Ctrl-C, because the ranks then save.
 _END_SECONDS, _SAVE_SECONDS = 2.0, 30.0
 _TICK = 0.1
 
 # Seconds to wait after SIGKILL.
 _KILL_SECONDS = 5.0
 
-# Signals that stop a job; and those that give the ranks time to save.
-_STOPS, SAVING = (SIGINT, SIGTERM, SIGHUP), (SIGINT, SIGTERM, SIGUSR1)
+# Signals that stop a job; and what ends the ranks where others have failed.
+_STOPS, FAILED = (SIGINT, SIGTERM, SIGHUP), -1
 
 # Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -94,8 +94,8 @@ def run_ranks(
         job: Id of the job, by which their processes are found.
         stop: Returns the number of a signal that ends the ranks, or 0. They get SIGINT
             for SIGINT, else SIGTERM; and SIGKILL if they are still there after a while,
-            which is longest after these two, so that they can save, or if the number is
-            that of SIGKILL.
+            so that they can save, but soon if it is `FAILED`, and at once if it is that
+            of SIGKILL.
     """
     ranks = _Ranks(command, variables, job)
     try:
@@ -114,9 +114,10 @@ class _Ranks:
         self, command: Command, variables: Mapping[str, str], job: str
     ) -> None:
         self._command, self._variables, self._job = command, variables, job
-        # Record and report files; only this user can read them.
-        self._folder = find_folder(job)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        # The record and the report of each rank: files without names, which ranks open
+        # by the descriptors of this process, as no other account can.
+        self._files = contextlib.ExitStack()
+        self._paths: dict[int, tuple[str, str]] = {}
         self._output = Output(command.log_dir)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._end_times: dict[int, float] = {}
@@ -124,7 +125,8 @@ class _Ranks:
     def start(self, slot: Slot) -> None:
         """Start the process of a rank."""
         rank, local_size = int(slot["HOROVOD_RANK"]), int(slot["HOROVOD_LOCAL_SIZE"])
-        record.make(self._path(rank, "record"))
+        paths = self._make_file(record.EMPTY), self._make_file(b"")
+        self._paths[rank] = record_path, report_path = paths
         threads = max(1, len(os.sched_getaffinity(0)) // local_size)
         environment = {
             **dict.fromkeys(_THREADS, str(threads)),
@@ -134,8 +136,8 @@ class _Ranks:
             **self._variables,
             **slot,
             job_variable(self._job): "1",
-            record.VARIABLE: str(self._path(rank, "record")),
-            rank_process.REPORT_VARIABLE: str(self._path(rank, "report")),
+            record.VARIABLE: record_path,
+            rank_process.REPORT_VARIABLE: report_path,
             **({} if self._command.log_dir else {rank_process.QUIET: "1"}),
         }
         runner = [sys.executable, rank_process.__file__, str(os.getpid())]
@@ -167,16 +169,18 @@ class _Ranks:
 
     def _find_end(self, rank: int) -> RankEnd:
         """Return what has become of a rank so far."""
-        position = record.read(self._path(rank, "record"))
+        record_path, report_path = self._paths[rank]
+        position = record.read(record_path)
+        report = Path(report_path).read_text(errors="replace")
         code, now = self._processes[rank].poll(), time.time()
         ended = 0.0 if code is None else self._end_times.setdefault(rank, now)
         # A rank that has written its report may still run, or be ended before its exit.
-        if report := _read(self._path(rank, "report.json")):
-            return RankEnd(rank, str(position), **json.loads(report))
+        if report.startswith("{") and "\n" in report:
+            return RankEnd(rank, str(position), **json.loads(report.splitlines()[0]))
         if code is None:
             return RankEnd(rank, str(position))
         summary = _describe_code(code) if code else position.describe_exit()
-        text = _read(self._path(rank, "report.crash")) + f"It {summary}."
+        text = f"{report}It {summary}."
         code = code if code >= 0 else 128 - code
         return RankEnd(rank, str(position), code, ended, summary, text)
 
@@ -187,7 +191,7 @@ class _Ranks:
             Whether all ranks were asked to end, and ended together.
         """
         number = stop()
-        end = time.monotonic() + (_SAVE_SECONDS if number in SAVING else _END_SECONDS)
+        end = time.monotonic() + (_SAVE_SECONDS if number > 0 else _END_SECONDS)
         running = [p for p in self._processes.values() if p.poll() is None]
         for process in running:
             if number == SIGINT:  # to all processes in its session, as from a terminal
@@ -197,8 +201,7 @@ class _Ranks:
         while any(p.poll() is None for p in running) and time.monotonic() < end:
             if stop() == SIGKILL:
                 break
-            with contextlib.suppress(OSError):  # nobody may read the screen any more
-                self._output.pass_on(_TICK)
+            self._output.pass_on(_TICK, holds=False)
         for process in running:  # also where the variables of the job are not passed on
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, SIGKILL)
@@ -207,14 +210,15 @@ class _Ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_SECONDS)
         have_saved = all(end.is_saved for end in self._find_ends())
-        try:
-            self._output.close()
-        finally:  # whoever reads the output may have been killed
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.close()
+        self._output.close()
         return have_saved
 
-    def _path(self, rank: int, name: str) -> Path:
-        return self._folder / f"{rank}.{name}"
+    def _make_file(self, content: bytes) -> str:
+        """Make a file without a name; return a path for processes of this user."""
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - see `end`
+        self._files.enter_context(file).write(content)
+        return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def _describe_code(returncode: int) -> str:
@@ -230,10 +234,6 @@ def _describe_code(returncode: int) -> str:
     return text
 
 
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
 def job_variable(job: str) -> str:
     """Return the name of an environment variable that all processes of a job have.
 
@@ -242,11 +242,6 @@ def job_variable(job: str) -> str:
     of a job that was started inside another job have the variables of both.
     """
     return f"KERAS_DIST_JOB_{job}"
-
-
-def find_folder(job: str) -> Path:
-    """Return the path of the folder for files of a job, whose id nobody can guess."""
-    return Path(tempfile.gettempdir()) / f"keras_dist.{job}"
 
 
 def _kill(job: str) -> None:
@@ -299,7 +294,6 @@ def _reap(job: str, reader: int) -> None:
         os.closerange(3, 1 << 16)
         os.read(0, 1)
         _kill(job)
-        shutil.rmtree(find_folder(job), ignore_errors=True)
     finally:
         os._exit(0)
 

@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from keras_dist.launch.failures import print_message
 from keras_dist.launch.hosts import find_address_towards, is_here, parse_endpoint
+from keras_dist.launch.output import SCREEN, print_message
 from keras_dist.launch.ranks import note_signals
 from keras_dist.launch.signing import VARIABLE as SECRET
 
@@ -75,6 +75,7 @@ def run_by_ssh(hosts: Mapping[str, int], words: Sequence[str], rdzv: str | None)
         return _wait(commands, stopped)
     finally:
         _end(commands)
+        SCREEN.leave(stopped)
 
 
 def _start(host: str, words: Sequence[str]) -> subprocess.Popen[bytes]:

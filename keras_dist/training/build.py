@@ -234,11 +234,11 @@ def _prepend(batches: list[Any], iterator: Any) -> Any:
     """Return an iterator with the batches for one call, of the same kind."""
     if not isinstance(iterator, tf.data.Iterator):
         return itertools.chain(batches, iterator)
-    # Empty, with the lengths that the data's own spec leaves open: else the step was
-    # traced once more.
-    dataset = tf.data.Dataset.from_generator(
-        tuple, output_signature=iterator.element_spec
-    )
-    for batch in batches:
+    dataset = tf.data.Dataset.from_tensors(batches[0])
+    for batch in batches[1:]:
         dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
+    # With the lengths that the data's own spec leaves open: else the step was traced
+    # once more.
+    variant = tf.data.experimental.to_variant(dataset)
+    dataset = tf.data.experimental.from_variant(variant, iterator.element_spec)
     return iter(as_untuned(dataset))

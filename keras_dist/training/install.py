@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import comm, mixin, private
+from keras_dist.allocator import keep_freed_memory
 from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.optimizer.attach import attach_to, averaging_of
@@ -31,6 +32,7 @@ def install(model: Any) -> Session:
         session_of(model).end_leftover(model)
     if not mixin.has(model, DistributedStep):
         private.check_hooks(type(model))
+        keep_freed_memory()
         saving.begin_interval()
         traced = model.__dict__.get("_traced_functions") or TracedFunctions()
         # Keras does not track attributes that are set so; it would save them.

@@ -42,6 +42,39 @@ def test_a_rank_that_leaves_while_others_train_is_the_cause():
     assert f"Rank 1 on {socket.gethostname()} {text}" in report, report
 
 
+_OWN_RESET = """
+import socket, struct, sys
+import tensorflow as tf
+import keras_dist
+
+def read(*_):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reader = socket.create_connection(server.getsockname())
+        link, _ = server.accept()
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        link.close()
+        yield reader.recv(1)
+
+if keras_dist.rank() == 1:
+    spec = tf.TensorSpec((), tf.string)
+    data = tf.data.Dataset.from_generator(read, output_signature=spec)
+    list(data if sys.argv[1] == "data" else read())
+try:
+    keras_dist.gather("tea")
+except RuntimeError:
+    raise KeyError("no more tea") from None
+"""
+
+
+@pytest.mark.parametrize("case", [pytest.param("own", marks=pytest.mark.long), "data"])
+def test_a_connection_of_the_users_that_is_reset_is_the_cause(tmp_path, case):
+    """Though ranks that have lost another one have the same text in their errors."""
+    done = launch([write_script(tmp_path, _OWN_RESET), case], ranks=2)
+    report = done.stderr[done.stderr.rindex("keras-dist: rank") :]
+    assert report.startswith("keras-dist: rank 1 failed first"), report
+    assert "ConnectionResetError" in report and "Rank 0 was" in report, report
+
+
 _LEAVES_ALONE = """
 import sys
 sys.argv[0] = "keras-dist"  # which needs no TensorFlow

@@ -250,6 +250,21 @@ def test_the_launcher_imports_no_tensorflow():
     assert "argparse" in done.stderr and "tensorflow" not in done.stderr
 
 
+_IGNORES = 'grep SigIgn /proc/self/status; printf "%s\\n" "$PYTHONPATH"'
+
+
+def test_what_a_rank_starts_ignores_no_signal(tmp_path):
+    """Neither does a program that is one but for SIGUSR1, which SLURM sends to all."""
+    code = f"import subprocess; subprocess.run(['sh', '-c', {_IGNORES!r}])"
+    for words in ["sh", "-c", _IGNORES], [write_script(tmp_path, code)]:
+        for variables in {}, {"SLURM_JOB_ID": "7"}:
+            done = run("-np", 1, *words, **variables)
+            found = int(done.stdout.split()[1], 16)
+            is_program = words[0] == "sh"
+            expected = 1 << (signal.SIGUSR1 - 1) if is_program and variables else 0
+            assert found == expected, (words, variables, done.stdout)
+
+
 _COUNTS = """
 import os, sys
 rank, start = os.environ["HOROVOD_RANK"], os.environ.get("KERAS_DIST_RESTART", "0")
@@ -466,3 +481,23 @@ def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
     errors = capfd.readouterr().err
     assert "keras-dist: rank 0 failed first" in errors
     assert "RuntimeWarning" not in errors
+
+
+def test_a_rank_of_a_function_passes_no_paths_on(tmp_path, monkeypatch):
+    """To another version of Python, say; it finds what this process does."""
+    write_script(tmp_path, "word = 'tea'", "of_this_test.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+
+    def look():
+        import subprocess  # noqa: PLC0415
+
+        import of_this_test  # noqa: PLC0415
+
+        shown = subprocess.run(["env"], capture_output=True, text=True).stdout
+        return of_this_test.word, [line for line in shown.split() if "PATH" in line]
+
+    look.__module__ = "__main__"
+    [(word, lines)] = keras_dist.run(look, np=1)
+    assert word == "tea" and f"PYTHONPATH={PYTHONPATH}" in lines
+    assert not any(str(tmp_path) in line for line in lines)

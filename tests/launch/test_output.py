@@ -154,7 +154,7 @@ _MIXED = ["größer".encode(), b"", b"a\tb  ", b"the end"]
 
 
 @pytest.mark.parametrize("size", [7, 100, 1 << 15])
-def test_what_is_shown_does_not_depend_on_how_it_arrives(capsysbinary, tmp_path, size):
+def test_what_is_shown_does_not_depend_on_how_it_arrives(capfdbinary, tmp_path, size):
     """In chunks of any size; the file of a rank has every byte, too."""
     data = b"\n".join(_MIXED * 20)  # the last line without a newline
     with two_ranks(tmp_path) as write:
@@ -162,10 +162,10 @@ def test_what_is_shown_does_not_depend_on_how_it_arrives(capsysbinary, tmp_path,
             for begin in range(0, len(data), size):
                 write(rank, 1, data[begin : begin + size])
     assert [(tmp_path / f"rank.{n}.log").read_bytes() for n in (0, 1)] == [data] * 2
-    assert capsysbinary.readouterr() == (b"", data + b"\n")
+    assert capfdbinary.readouterr() == (b"", data + b"\n")
 
 
-def test_a_progress_bar_is_shown_as_it_grows(capsysbinary):
+def test_a_progress_bar_is_shown_as_it_grows(capfdbinary):
     """Each state with the rank before it, as soon as the next one begins."""
     written = [(b"\r 1/3", b"\r"), (b"\b\b\b\b\r 2/3", b"[1]  1/3\b\b\b\b\r")]
     written += [(b"\r 3/3", b"[1]  2/3\r"), (b" done\r", b"")]
@@ -173,22 +173,22 @@ def test_a_progress_bar_is_shown_as_it_grows(capsysbinary):
     with two_ranks() as write:
         for data, shown in written:
             write(1, 0, data)
-            assert capsysbinary.readouterr().out == shown
+            assert capfdbinary.readouterr().out == shown
 
 
-def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(capsysbinary):
+def test_a_line_of_another_rank_is_not_put_over_a_progress_bar(capfdbinary):
     """It begins a new line."""
     with two_ranks() as write:
         write(0, 0, b"a long bar\ra longer bar")
         write(1, 0, b"line\nline\n")
         write(0, 0, b"\n")
     assert (
-        capsysbinary.readouterr().out
+        capfdbinary.readouterr().out
         == b"a long bar\r\n[1] line\n[1] line\na longer bar\n"
     )
 
 
-def test_what_tensorflow_writes_as_it_is_imported_is_left_out(capsysbinary):
+def test_what_tensorflow_writes_as_it_is_imported_is_left_out(capfdbinary):
     """Information that it writes at any level; an error beside it is shown."""
     routine = b"I0000 00:00:1795808367.005865    4588 port.cc:153] oneDNN is on.\n"
     head = b"WARNING: All log messages before absl::InitializeLog() is called are\n"
@@ -197,4 +197,4 @@ def test_what_tensorflow_writes_as_it_is_imported_is_left_out(capsysbinary):
         for rank in range(2):
             write(rank, 1, head + routine + error + b"I0000 am a user\n")
     expected = error + b"I0000 am a user\n[1] " + error + b"[1] I0000 am a user\n"
-    assert capsysbinary.readouterr() == (b"", expected)
+    assert capfdbinary.readouterr() == (b"", expected)

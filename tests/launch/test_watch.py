@@ -100,6 +100,37 @@ def test_ranks_that_work_are_left_alone(run_ranks):
     assert [(code, out.strip()) for code, out in done] == [(0, "done")] * 2
 
 
+_ALONE = """
+import sys, time
+import keras, keras_dist, numpy as np
+
+with keras_dist.first_rank() as is_first:
+    time.sleep(4 * is_first)  # as a download does
+
+@keras_dist.first_rank_only
+class Uploads(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        print("uploads", epoch, flush=True)
+        time.sleep(1000 if epoch else 4)
+
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+data = {"x": np.ones((16, 2)), "y": np.ones(16), "epochs": 2, "verbose": 0}
+keras_dist.dist_fit(model, **data, callbacks=[Uploads()])
+"""
+
+
+def test_what_the_first_rank_does_alone_has_a_limit_of_its_own(run_ranks):
+    """In a block, or a callback, that waits for a network, say."""
+    variable = "KERAS_DIST_FIRST_RANK_SECONDS"
+    env = {"KERAS_DIST_STALL_SECONDS": "2", variable: "7"}
+    (code, out), (other_code, _) = run_ranks(torchrun, [0, 1], 2, _ALONE, env=env)
+    assert EXIT_CODE in (code, other_code)
+    assert "uploads 0" in out and "uploads 1" in out, out
+    assert "no rank has made progress for 7 s" in out, out
+    assert f"raise the limit: {variable}=35" in out
+
+
 def test_a_value_that_is_no_heartbeat_does_not_count(variables, monkeypatch):
     """Ranks sign nothing here: a stranger's value must not end the watchdog."""
     for name, value in variables.items():

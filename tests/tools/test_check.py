@@ -68,6 +68,15 @@ def test_everything_passes_here(ranks, tmp_path):
         assert results["sums"].seen.count(" GB/s)") == 5
 
 
+@pytest.mark.parametrize("words", [["env"], ["run", "--help"]])
+def test_a_terminal_without_utf_8_shows_all_else(words):
+    """Signs that it has not are question marks."""
+    command = [sys.executable, "-m", "keras_dist", *words]
+    done = launch(command, env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout and ("versions" in done.stdout or "SLOTS" in done.stdout)
+
+
 @pytest.mark.long
 def test_a_wrong_gradient_fails_the_training(tmp_path):
     """All ranks agree on what plain Keras would not train."""

@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -50,6 +51,21 @@ def homes(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "_SYSTEM_HOMES", ())
     monkeypatch.setattr(facts, "_wheels", lambda: tmp_path / "wheels")
     return tmp_path / "mine", tmp_path / "wheels"
+
+
+def test_another_source_of_horovod_is_not_run(tmp_path, monkeypatch):
+    """One that an index or a mirror has under its name: it is not unpacked either."""
+    source, index, folder = (tmp_path / name for name in ("source", "index", "build"))
+    make_files(source / "horovod-0.28.1", "PKG-INFO")
+    code = f"open({str(tmp_path / 'was-run')!r}, 'w')"
+    (source / "horovod-0.28.1" / "setup.py").write_text(code)
+    shutil.make_archive(str(index / "horovod-0.28.1"), "gztar", source)
+    folder.mkdir()
+    env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    download = [*steps.PIP, "download", "--no-deps", "--no-build-isolation"]
+    with pytest.raises(RuntimeError, match="DO NOT MATCH THE HASHES"):
+        build.fetch_source(folder, download, steps.Steps(), env)
+    assert not (tmp_path / "was-run").exists() and not (folder / "source").exists()
 
 
 @pytest.mark.parametrize("name", ["lib/libnccl.so.2", "lib64/libnccl.so"])

@@ -41,7 +41,7 @@ def note_end(rank: int) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         errors.append(error)
-        if not rank_process.is_secondary(str(error)):
+        if not rank_process.is_secondary(error):
             write("has failed; its traceback is the cause")
         if path := os.environ.get(_ERROR_FILE):
             lines = traceback.format_exception(kind, error, trace)

@@ -23,8 +23,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-# The launcher sets this variable to the beginning of the paths of the report files:
-# PATH.json for an error, PATH.crash for the Python stacks of a crash.
+# The launcher sets this variable to the path of the report file: an error is a line of
+# JSON, of which the first counts; after a crash it has Python's stacks.
 REPORT_VARIABLE = "KERAS_DIST_REPORT"
 
 # If this variable is set, a rank that has written a report does not print its error:
@@ -34,6 +34,10 @@ QUIET = "KERAS_DIST_QUIET"
 # If this variable is set, keras_dist is imported before the script's first line, and
 # distributes what the script trains.
 DISTRIBUTE = "KERAS_DIST"
+
+# What a rank has in `sys.path`, if `keras_dist.run` has started the job; PYTHONPATH
+# would pass it on to other versions of Python, too.
+PATHS = "KERAS_DIST_PATHS"
 
 # `keras-dist run` draws a seed for each job; other launchers give all ranks an id.
 SEED = "KERAS_DIST_SEED"
@@ -48,7 +52,7 @@ JOB_IDS = (
 # The errors with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit", "SavedInterrupt"
 
-# An error that contains one of these texts has its cause on another rank.
+# Such an error of a collective has its cause on another rank; and who raises them.
 _FROM_ANOTHER_RANK = (
     "Another rank has ended while this one waited",
     "Horovod has been shut down",
@@ -56,28 +60,40 @@ _FROM_ANOTHER_RANK = (
     "Connection reset by peer",
     "cannot be read, for a sum: it has ended",
 )
+_COLLECTIVES = ("tensorflow", "horovod", "keras_dist")
+_RANK_ERROR = ("keras_dist.errors", "RankError")
 _PR_SET_PDEATHSIG = 1
 
 
 def write_report(summary: str, text: str, code: int, **flags: bool) -> None:
     """Write the report of this rank: why it fails; see `launch.failures.RankEnd`.
 
-    Only the first call writes; later errors are not the cause.
+    Only the first one counts; later errors are not the cause.
     """
     path = os.environ.get(REPORT_VARIABLE)
     if not path:
         return
     report = {"time": time.time(), "code": code, "summary": summary, "text": text}
-    draft = Path(f"{path}.{os.getpid()}.draft")
-    with contextlib.suppress(OSError):  # there is a report, or the launcher has ended
-        draft.write_text(json.dumps(report | flags))
-        os.link(draft, f"{path}.json")  # atomic, and fails if there is a report
+    line = f"{json.dumps(report | flags)}\n".encode()
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+        file.write(line)  # at once: two threads may fail
 
 
-def is_secondary(message: str) -> bool:
-    """Return True if an error with this message has its cause on another rank."""
-    return message.startswith("On rank ") or any(
-        text in message for text in _FROM_ANOTHER_RANK
+def is_secondary(error: BaseException) -> bool:
+    """Return True if an error has its cause on another rank, by what raised it.
+
+    An error of the user's code may have the same text, also inside of TensorFlow's.
+    """
+    classes = [(each.__module__, each.__name__) for each in type(error).__mro__]
+    modules, text = [type(error).__module__], str(error)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        modules[1:] = [frame.f_globals.get("__name__", "")]  # of the last one
+    is_collective = any(name.split(".")[0] in _COLLECTIVES for name in modules)
+    is_collective &= "Traceback (most recent call last)" not in text
+    return (
+        _RANK_ERROR in classes
+        or (is_collective and any(each in text for each in _FROM_ANOTHER_RANK))
+        or (error.__cause__ is not None and is_secondary(error.__cause__))
     )
 
 
@@ -91,7 +107,7 @@ def _report_error(error: BaseException) -> None:
         f"{kind}: {message}".strip(": ").splitlines()[0],
         "".join(lines),
         code,
-        is_secondary=is_secondary(message),
+        is_secondary=is_secondary(error),
         is_saved=kind in _SAVED,
     )
 
@@ -106,7 +122,7 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     path = os.environ.get(REPORT_VARIABLE)
-    has_report = path is not None and Path(f"{path}.json").exists()
+    has_report = path is not None and os.path.getsize(path) > 0
     is_ctrl_c = issubclass(kind, KeyboardInterrupt)  # with `--log-dir`, too
     if not (has_report and (is_ctrl_c or os.environ.get(QUIET))):
         error.__traceback__ = _own(trace)  # which the hook prints, not its argument
@@ -157,12 +173,19 @@ def main(arguments: list[str]) -> None:
     """
     parent, kind, *command = arguments
     end_with(int(parent))
-    if "SLURM_JOB_ID" in os.environ:  # it signals all processes, also the launcher's
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if kind == "program":
+    # It signals all processes, also the launcher's. A program ignores that signal if
+    # this process does; what a script starts does not.
+    is_program, nothing = kind == "program", lambda *_: None
+    if "SLURM_JOB_ID" in os.environ:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN if is_program else nothing)
+    if is_program:
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)
+    if paths := os.environ.pop(PATHS, None):
+        sys.path[1:] = paths.split(os.pathsep)
     if path := os.environ.get(REPORT_VARIABLE):
-        faulthandler.enable(open(f"{path}.crash", "w"))  # noqa: SIM115
+        faulthandler.enable(open(path, "a"))  # noqa: SIM115
     sys.excepthook = _print
     os.register_at_fork(after_in_child=_leave_rank)
     sys.argv = command

@@ -11,6 +11,7 @@ from pathlib import Path
 
 # Number of changes, epoch, step, phase, collective.
 _LAYOUT = struct.Struct("<qqq24s104s")
+EMPTY = bytes(_LAYOUT.size)
 
 # `keras-dist run` sets this variable to the path of the record file. So it can read the
 # record even when this process was killed.
@@ -69,15 +70,19 @@ class Record:
     """The record of this rank, which it writes and other processes can read.
 
     Args:
-        path: A file that the launcher made; by default the record is kept in memory.
+        path: A file that the launcher made; the record is kept in memory by default,
+            and where this process does not see that file, as in some containers.
     """
 
     def __init__(self, path: str | None = None) -> None:
         self._buffer: mmap.mmap | bytearray = bytearray(_LAYOUT.size)
-        if path:
-            with open(path, "r+b") as file:
-                self._buffer = mmap.mmap(file.fileno(), _LAYOUT.size)
+        # Never a file with a name, which has the same path in such a container.
+        with contextlib.suppress(OSError):
+            if path and os.stat(path).st_nlink == 0:
+                with open(path, "r+b") as file:
+                    self._buffer = mmap.mmap(file.fileno(), _LAYOUT.size)
         self.position = RankPosition()  # that was written last
+        self.is_alone = False  # others wait for what this rank alone does
         # The thread that trains: Ray Train's is not the main one.
         self.thread = threading.main_thread().ident
 
@@ -116,15 +121,10 @@ class Record:
 
 
 def read(path: str | os.PathLike[str]) -> RankPosition:
-    """Read the record of another process, for which `make` has made the file."""
+    """Read the record of another process, whose file was `EMPTY` at first."""
     *numbers, phase, collective = _LAYOUT.unpack(Path(path).read_bytes())
     names = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
     return RankPosition(*numbers, *names)
-
-
-def make(path: str | os.PathLike[str]) -> None:
-    """Make a file with an empty record, for another process to write to."""
-    Path(path).write_bytes(bytes(_LAYOUT.size))
 
 
 # Of this process alone: those that it starts or forks are elsewhere.

@@ -24,6 +24,10 @@ from keras_dist.lines import FOREIGN
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 _DEFAULT_LIMIT = 120.0
 
+# The limit while a rank runs what others wait for: a callback or a block of the first
+# rank, which may upload a file, or read one that is not yet there.
+_ALONE_VARIABLE, _DEFAULT_ALONE_LIMIT = "KERAS_DIST_FIRST_RANK_SECONDS", 3600.0
+
 # The exit code of a rank that ends the job: EX_SOFTWARE of sysexits.h. (75 is the exit
 # code of a rank that was asked to end and has saved a checkpoint.)
 EXIT_CODE = 70
@@ -85,6 +89,8 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._size, self._limit = rank, size, limit
+        alone = read_limit(variable=_ALONE_VARIABLE, default=_DEFAULT_ALONE_LIMIT)
+        self._alone_limit = max(limit, alone or float("inf"))
         self._ignored_threads = set(ignored_threads)
         # In which the ranks keep their heartbeats; with `None` each rank knows only
         # about itself.
@@ -139,6 +145,7 @@ class Watchdog(threading.Thread):
             "idle": idle,
             "is_with_others": bool(position.phase or position.collective),
             "position": str(position),
+            "is_alone": record.here.is_alone,
             "code": self._find_user_code() if may_be_cause else None,
         }
         if self._store is not None:
@@ -152,26 +159,36 @@ class Watchdog(threading.Thread):
         """
         if own["idle"] < self._limit / 2:
             return None
-        is_over = own["idle"] > self._limit
         if self._store is None:
             # A rank that waits in a collective cannot know whether the others work. So
             # only a rank that is idle in the user's code, in a fit, ends the job.
+            is_over = own["idle"] > self._choose_limit([own])
             return [] if is_over and own["is_with_others"] and own["code"] else None
         if isinstance(lines := self._store.get(_STALLED), list):
             return [str(line) for line in lines]
         statuses = self._read_statuses(now)
+        limit = self._choose_limit(
+            [
+                own,
+                *(s for k, s in statuses.items() if s and not self._is_silent(k, now)),
+            ]
+        )
         # A rank without a heartbeat has not begun.
         are_idle = all(
-            status
-            and (self._is_silent(rank, now) or status["idle"] > _ALMOST * self._limit)
+            status and (self._is_silent(rank, now) or status["idle"] > _ALMOST * limit)
             for rank, status in statuses.items()
         )
         are_with_others = [s["is_with_others"] for s in (own, *statuses.values()) if s]
-        if not is_over or not are_idle or not any(are_with_others):
+        if own["idle"] <= limit or not are_idle or not any(are_with_others):
             return None
         lines = self._describe({**statuses, self._rank: own}, now)
         self._store.put(_STALLED, lines)
         return lines
+
+    def _choose_limit(self, statuses: Collection[Mapping[str, Any]]) -> float:
+        """Return the limit for ranks of which one may run what the others wait for."""
+        is_alone = any(status["is_alone"] for status in statuses)
+        return self._alone_limit if is_alone else self._limit
 
     def _read_statuses(self, now: float) -> dict[int, dict[str, Any] | None]:
         """Return the heartbeat of each other rank; by one request where possible."""
@@ -213,7 +230,9 @@ class Watchdog(threading.Thread):
 
     def _end(self, own: dict[str, Any], rank_lines: list[str]) -> None:
         """Print where every rank is and the stacks of this one, and exit."""
-        message = f"no rank has made progress for {self._limit:g} s"
+        is_long = own["idle"] > self._alone_limit
+        limit = self._alone_limit if is_long else self._limit
+        message = f"no rank has made progress for {limit:g} s"
         head = [
             f"keras_dist: {message}, and the job ends. Rank {self._rank} is "
             f"{own['position']}: {own['code'] or 'it waits there'}.",
@@ -221,7 +240,8 @@ class Watchdog(threading.Thread):
         ]
         advice = (
             "If the ranks were working, raise the limit: "
-            f"{VARIABLE}=600, or 0 for no limit."
+            f"{_ALONE_VARIABLE if is_long else VARIABLE}={5 * limit:g}, or 0 for no "
+            "limit."
         )
         printed = "\n".join([*head, self._format_stacks(), advice, ""])
         os.write(2, printed.encode(errors="replace"))
@@ -278,7 +298,7 @@ class Watchdog(threading.Thread):
 def _is_status(value: Any) -> bool:
     """Return True if a value has the form of what `publish` writes."""
     kinds: dict[str, Any] = {"beat": int, "idle": int | float, "position": str}
-    kinds |= {"is_with_others": bool, "code": str | None}
+    kinds |= {"is_with_others": bool, "is_alone": bool, "code": str | None}
     return isinstance(value, dict) and all(
         isinstance(value.get(name, ...), kind) for name, kind in kinds.items()
     )
@@ -316,17 +336,23 @@ def _read(path: Path) -> str:
         return ""
 
 
-def read_limit(argument: float | None = None) -> float:
+def read_limit(
+    argument: float | None = None,
+    *,
+    variable: str = VARIABLE,
+    default: float = _DEFAULT_LIMIT,
+) -> float:
     """Seconds without progress after which the job ends; 0 for no limit.
 
     Args:
-        argument: The limit that the user passed; by default that of the environment
-            variable `KERAS_DIST_STALL_SECONDS`, else 120.
+        argument: The limit that the user passed; by default that of the variable.
+        variable: An environment variable.
+        default: The limit if it is not set.
 
     Raises:
         ValueError: If the limit is not a number, or negative.
     """
-    value = os.environ.get(VARIABLE, _DEFAULT_LIMIT) if argument is None else argument
+    value = os.environ.get(variable, default) if argument is None else argument
     try:
         limit = float(value)
     except (TypeError, ValueError):
@@ -334,7 +360,8 @@ def read_limit(argument: float | None = None) -> float:
     if not limit >= 0:
         raise ValueError(
             "The limit for ranks without progress must be a number of seconds, or 0 "
-            f"for none. Received: {value!r}. Set it with {VARIABLE} or `stall_limit`."
+            f"for none. Received: {value!r}. Set it with {variable}"
+            f"{' or `stall_limit`' * (variable == VARIABLE)}."
         )
     return limit
 

@@ -12,10 +12,12 @@ import os
 import shlex
 import shutil
 import sysconfig
-from collections.abc import Mapping
+import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from keras_dist.tools.install.facts import HOROVOD, Choice, Facts, Nccl
+from keras_dist.tools.install.facts import HOROVOD, SOURCE_HASH, Choice, Facts, Nccl
 from keras_dist.tools.install.steps import PIP, Steps
 from keras_dist.version import format_version, parse_version
 
@@ -65,11 +67,7 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
     # Without isolation the build finds the installed TensorFlow. Without the cache pip
     # does not take a wheel that it has built for another TensorFlow.
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    fetch = [*PIP, "download", *options, "--no-binary", "horovod", "-d", str(folder)]
-    fetch += [f"horovod=={HOROVOD}"]
-    steps.run("Fetching the source of Horovod", fetch, env=env)
-    shutil.unpack_archive(next(folder.glob("horovod-*.tar.gz")), folder / "source")
-    source = next((folder / "source").glob("horovod-*"))
+    source = fetch_source(folder, [*PIP, "download", *options], steps, env)
     for path in patch_files():
         print(f"Patching: {apply(source, path.read_text())}")
     steps.run(
@@ -79,6 +77,26 @@ def build_wheel(facts: Facts, choice: Choice, folder: Path, steps: Steps) -> Pat
         env=env | {"HOROVOD_LOCAL_VERSION": local_version(facts.tensorflow, choice)},
     )
     return next(wheels.glob("horovod-*.whl"))
+
+
+def fetch_source(
+    folder: Path, download: Sequence[str], steps: Steps, env: Mapping[str, str]
+) -> Path:
+    """Fetch the source of Horovod, and return its folder.
+
+    Raises:
+        RuntimeError: If it cannot be fetched, or another one is: nothing of it is run.
+    """
+    pinned = folder / "horovod.txt"
+    pinned.write_text(f"horovod=={HOROVOD} --hash=sha256:{SOURCE_HASH}\n")
+    options = ["--no-binary", "horovod", "--require-hashes", "-r", str(pinned)]
+    command = [*download, *options, "-d", str(folder)]
+    steps.run("Fetching the source of Horovod", command, env=env)
+    archive = next(folder.glob("horovod-*.tar.gz"))
+    # Python 3.11.3 and older have no filter.
+    safe: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    shutil.unpack_archive(archive, folder / "source", **safe)
+    return next((folder / "source").glob("horovod-*"))
 
 
 def local_version(tensorflow: str | None, choice: Choice) -> str:

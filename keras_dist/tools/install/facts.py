@@ -20,6 +20,7 @@ from keras_dist.version import (
 )
 
 HOROVOD = "0.28.1"
+SOURCE_HASH = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # The wheels of nvcc, all of one version: nvcc's own wheel takes any of the others.
 CUDA = "cuda-toolkit[cccl,nvcc]==13.0.*"
