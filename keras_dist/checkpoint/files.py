@@ -12,9 +12,12 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+
+# Seconds to wait for the lock of a folder, such as for the end of a dead host's lease.
+LOCK_VARIABLE = "KERAS_DIST_LOCK_SECONDS"
 
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
@@ -66,12 +69,15 @@ class Folder:
             raise self._make_error("another fit of this process", path)
         # Another account may have put a link there.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        with open(os.open(path, flags, 0o600), "r+") as file:
+        end = time.monotonic() + float(os.environ.get(LOCK_VARIABLE) or 0)
+        # For all accounts that may write to the folder, by the umask.
+        with open(os.open(path, flags, 0o666), "r+") as file:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                while not _lock(file):
+                    if time.monotonic() >= end:
+                        raise self._make_error(file.read(4096), path)
+                    time.sleep(1)
             except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise self._make_error(file.read(4096), path) from None
                 if error.errno not in _NO_LOCKS:
                     raise
                 warnings.warn(
@@ -94,9 +100,10 @@ class Folder:
     def _make_error(self, holder: str, path: str) -> RuntimeError:
         return RuntimeError(
             "Another training writes to the folder that `resume` names. Received: "
-            f"resume={self.path!r}, which is used by {holder or 'a process'}. Wait for "
-            "its end, or pass another folder. If that process is gone, with its host, "
-            f"remove {path}"
+            f"resume={self.path!r}, locked in {path} by {holder or 'a process'}. Wait "
+            "for its end, or pass another folder. If its host is gone, a file server "
+            "gives the lock back after some time: for how many seconds to wait for it, "
+            f"set {LOCK_VARIABLE}"
         )
 
     def newest(self) -> tuple[Any, list[str]]:
@@ -172,6 +179,11 @@ class Folder:
                 os.remove(self.file(other))
         return self.file(number)
 
+    def newest_path(self) -> str:
+        """Return the path of the newest checkpoint; empty if there is none."""
+        numbers = self.numbers()
+        return self.file(max(numbers)) if numbers else ""
+
     @property
     def part(self) -> str:
         """Path of the file that is being written."""
@@ -185,6 +197,17 @@ class Folder:
         """Numbers of the checkpoints in the folder, in no order."""
         matches = map(_NAME.fullmatch, os.listdir(self.path))
         return [int(match[1]) for match in matches if match]
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock a file, if nobody else has locked it; return whether it is locked."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
 
 
 def read(path: str) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -105,6 +106,12 @@ def open_checkpoints(options: Options, spec: ShardSpec) -> Iterator[Resume | Non
     if options.resume is None:
         yield None
         return
+    if re.match(r"[a-zA-Z][\w+.-]*://", os.fspath(options.resume)):
+        raise ValueError(
+            "`resume` must be a folder of a file system that all hosts have mounted, "
+            f"not a URL. Received: resume={os.fspath(options.resume)!r}. Mount the "
+            "bucket, for example with gcsfuse or mountpoint-s3, and pass its path."
+        )
     path = os.path.abspath(os.path.expanduser(os.fspath(options.resume)))
     folder = Folder(path)
     with contextlib.ExitStack() as stack:

@@ -32,6 +32,9 @@ from keras_dist.training.step import own_train_step
 # sysexits.h, "try again".
 EXIT_CODE = 75
 
+# If no checkpoint could be written: EX_IOERR. Trying again would save nothing, either.
+NOT_SAVED_CODE = 74
+
 
 class SaveRequests:
     """This rank's requests: a signal, to end; on the first rank the clock, to save.
@@ -71,8 +74,8 @@ class SaveRequests:
             after = signal.SIG_IGN if self.is_leaving else before
             signal.signal(number, signal.SIG_DFL if after is None else after)
         self._before.clear()
-        if self._number == signal.SIGINT and not self.is_leaving:
-            signal.raise_signal(signal.SIGINT)  # the fit has ended by itself
+        if self._number and not self.is_leaving:
+            signal.raise_signal(self._number)  # the fit has ended by itself
 
     def send(self, model: Any) -> None:
         """If this rank has a request, send it with the gradients of the next update."""
@@ -134,6 +137,7 @@ class Saver(keras.callbacks.Callback):
         self._requests = SaveRequests(seconds)
         self._thread = futures.ThreadPoolExecutor(1)
         self._write: futures.Future[str] | None = None
+        self._failure: BaseException | None = None  # of the last write
         self._epoch = self._done = 0
         self._random: Any = None
         self._rates: list[Any] = []
@@ -149,11 +153,13 @@ class Saver(keras.callbacks.Callback):
     def _end_write(self) -> None:
         """Wait until the last checkpoint is written; warn if it could not be."""
         write, self._write = self._write, None
-        error = None if write is None else write.exception()
-        if error is not None:
+        if write is None:
+            return
+        self._failure = write.exception()
+        if self._failure is not None:
             warn(
                 "A checkpoint could not be written; the checkpoints before it are "
-                f"still there. Received: {error}"
+                f"still there. Received: {self._failure}"
             )
 
     def set_model(self, model: Any) -> None:
@@ -201,9 +207,10 @@ class Saver(keras.callbacks.Callback):
     ) -> None:
         before, self._done = self._done, batch + 1
         division = self._feed.division
+        # Also after the last step: Keras's loop must see no request to save.
+        saves, ends = self._requests.agree(self.model)
         if division and self._done >= division.count_steps(self._epoch):
             return  # the end of the epoch saves
-        saves, ends = self._requests.agree(self.model)
         every = self._resume.options.save_steps
         is_due = every is not None and self._done // every > before // every
         if self._saves_within_epochs and (is_due or saves or ends):
@@ -218,7 +225,7 @@ class Saver(keras.callbacks.Callback):
         if is_last:
             self._end_write()  # before the fit returns on any rank: they may read it
         _, ends = self._requests.agree(self.model, is_epoch_end=True)
-        if ends and not is_last:
+        if ends:
             self._exit(ends)
 
     def _position(self, done: int | None) -> DataPosition:
@@ -261,13 +268,20 @@ class Saver(keras.callbacks.Callback):
             has_saved: Whether the checkpoint is of this step.
         """
         self._end_write()
-        comm.gather(None)  # no rank ends before, since its end ends the others
+        # No rank ends before, since its end ends the others.
+        is_written = not any(comm.gather(self._failure is not None))
         if comm.rank() == 0:
-            where, path = f"epoch {self._epoch + 1}", self._resume.folder.path
-            again = f"resumes from {path}" if has_saved else f"begins {where} again"
+            where, folder = f"epoch {self._epoch + 1}", self._resume.folder
+            again = f"resumes from {folder.path}"
+            again = again if has_saved else f"begins {where} again"
+            if not is_written:
+                again = f"resumes from {folder.newest_path() or 'the beginning'}"
+                where += f", and its checkpoint could not be written ({self._failure})"
             name = "SIGINT" if number == signal.SIGINT else "SIGTERM"
             say(f"keras_dist: received {name} in {where}; the same command {again}")
         self._requests.is_leaving = True
+        if not is_written:
+            raise SystemExit(NOT_SAVED_CODE)
         raise SavedInterrupt if number == signal.SIGINT else SavedExit(EXIT_CODE)
 
     def _own(self, saved: Saved) -> Any:

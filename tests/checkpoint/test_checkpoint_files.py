@@ -8,6 +8,7 @@ import pickle
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -193,7 +194,7 @@ time.sleep(60)
 """
 
 
-def test_one_training_at_a_time_has_a_folder(folder):
+def test_one_training_at_a_time_has_a_folder(folder, monkeypatch):
     """Until it ends, however it does; a process that it has forked does not have it."""
     lock = Path(folder.path) / ".checkpoint.lock"
     lock.write_text("rubbish")  # of a host that has crashed
@@ -204,18 +205,23 @@ def test_one_training_at_a_time_has_a_folder(folder):
             named = f"process {holder.pid} on host {os.uname().nodename}, since 2"
             with pytest.raises(RuntimeError, match=named) as found, folder.lock():
                 pass
-            assert f"remove {lock}" in str(found.value)
-            holder.kill()
-            holder.wait()
-            with folder.lock():
+            assert f"in {lock}" in str(found.value)
+            assert "remove" not in str(found.value)  # its holder lives
+            monkeypatch.setenv(files.LOCK_VARIABLE, "60")
+            threading.Timer(1, holder.kill).start()
+            with folder.lock():  # waits for its end
+                monkeypatch.undo()
                 other = files.Folder(folder.path)
                 for _ in range(2):  # the first error has not given the lock back
                     with pytest.raises(RuntimeError, match="another fit"), other.lock():
                         pass
         finally:
             os.killpg(holder.pid, signal.SIGKILL)
+    umask = os.umask(0o002)
+    os.remove(lock)
     with other.lock():
-        pass
+        assert lock.stat().st_mode & 0o777 == 0o664  # for a group that shares it
+    os.umask(umask)
 
 
 def test_a_file_system_without_locks_is_a_warning(folder, monkeypatch):

@@ -19,7 +19,7 @@ from claims import (
     slow_on_three,
     warned,
 )
-from models import make_compiled
+from models import make_compiled, vectors
 from resumable import (
     KINDS,
     NUM_ROWS,
@@ -339,6 +339,117 @@ def test_after_sigterm_it_says_where_the_same_command_continues(
     out = " ".join(capsys.readouterr().out.split()) + " "
     expected = said.format(folder=folder, epoch=epoch)
     assert (expected in out) == (keras_dist.rank() == 0), out
+
+
+@pytest.mark.parametrize("as_data", ["sequence", "seeded"])
+def test_a_save_at_the_last_step_of_an_epoch_ends_no_epoch(folder, as_data):
+    """By a clock that is always due: data is read as in a training that saves less."""
+    x, y = vectors(48)
+    found = []
+    for seconds in (None, 1e-4):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.3), "mse")
+        data = Reordered(x, y)
+        if as_data == "seeded":
+            data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(48, seed=3)
+            data = data.batch(12)
+        keras_dist.dist_fit(
+            model,
+            data,
+            epochs=3,
+            batch="global",
+            verbose=0,
+            resume=f"{folder}/{seconds}",
+            save_seconds=seconds,
+        )
+        found.append(model.get_weights())
+    assert_same_bits(*found)
+
+
+class Reordered(keras.utils.PyDataset):
+    """Batches whose rows `on_epoch_end` puts in another order."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.rows, self.ends = (x, y), 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return tuple(part[index * 12 :][:12] for part in self.rows)
+
+    def on_epoch_end(self):
+        self.ends += 1
+        order = np.random.RandomState(self.ends).permutation(48)
+        self.rows = tuple(part[order] for part in self.rows)
+
+
+class Terminates(keras.callbacks.Callback):
+    """Sends SIGTERM to the last rank in the second epoch; may fill the disk before."""
+
+    def __init__(self, moment, fill):
+        super().__init__()
+        self.moment, self.fill = moment, fill
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.is_last = epoch == 1
+        if self.is_last and self.moment == "full disk":
+            self.fill()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ask(self.moment == "last step" and batch + 1 == self.params["steps"])
+
+    def on_test_end(self, logs=None):
+        self.ask(self.moment != "last step")
+
+    def ask(self, is_now):
+        """Send it, if this is the moment."""
+        if self.is_last and is_now and keras_dist.rank() == keras_dist.size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("moment", ["last validation", "last step", "full disk"])
+def test_sigterm_at_the_end_ends_the_job_with_a_code_that_is_true(
+    folder, capsys, limit_files, moment
+):
+    """75 if there is a checkpoint; 74 if it could not be written, with the one before.
+
+    A script that goes on after the fit would train what comes next until it is killed.
+    """
+
+    def fill():
+        while keras_dist.rank() == 0 and not glob.glob(f"{folder}/checkpoint-*"):
+            time.sleep(0.01)  # the first epoch is saved before
+        limit_files(4096)
+
+    x, y = rows_of_all()
+    options = {
+        "validation_data": (x[:20] / NUM_ROWS, y[:20, None]),
+        "callbacks": [Terminates(moment, fill)],
+    }
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            small(folder, **options)
+    finally:
+        limit_files()
+        signal.signal(signal.SIGTERM, before)
+    is_full = moment == "full disk"
+    assert ended.value.code == (74 if is_full else 75)
+    words = " ".join(capsys.readouterr().out.split())
+    keras_dist.gather("all have ended")
+    path = f"{folder}/checkpoint-00000001" if is_full else folder
+    assert (f"resumes from {path}" in words) == (keras_dist.rank() == 0), words
+    assert ("could not be written" in words) == (is_full and keras_dist.rank() == 0)
+
+
+def test_a_url_is_no_folder(folder):
+    """It would be a folder `gs:` of the working directory, of one host."""
+    with pytest.raises(ValueError, match="not a URL.*gs://bucket/run"):
+        small("gs://bucket/run")
+    assert not os.path.exists("gs:")
 
 
 def test_fewer_epochs_than_a_training_has_begun_are_an_error(folder):
