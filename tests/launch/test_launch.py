@@ -250,7 +250,7 @@ def test_the_launcher_imports_no_tensorflow():
     assert "argparse" in done.stderr and "tensorflow" not in done.stderr
 
 
-# Signals that Python, or this package, ignores; whoever runs the tests may ignore others.
+# What Python, or this package, ignores; whoever runs the tests may ignore others.
 _CHANGED = sum(
     1 << (number - 1) for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1)
 )
