@@ -244,12 +244,11 @@ class Saver(keras.callbacks.Callback):
         if comm.rank() != 0:
             return
         self._end_write()
-        division = self._feed.division
         saved = Saved(
             position=position,
             seed=self._resume.spec.seed,
             keras_seed=self._resume.spec.keras_seed,
-            data={} if division is None else division.facts(),
+            data=self._feed.position_facts(),
             is_finished=is_finished,
             rates=states.read_rates(self.model),
             warmup_steps=self._setup.warmup_steps,

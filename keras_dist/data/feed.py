@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_dist.data.arrays import Arrays
 from keras_dist.data.division import Division
+from keras_dist.data.sequence import ShardedSequence
 from keras_dist.data.source import Source
 from keras_dist.data.stream import StreamReader
 from keras_dist.plan import Rows
@@ -65,6 +66,14 @@ class Feed:
     is_exact: bool = True
     class_weight: dict[int, float] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def position_facts(self) -> dict[str, Any]:
+        """Return what a position in the middle of this epoch depends on."""
+        if self.division is None:
+            return {}
+        is_sequence = isinstance(self.data, ShardedSequence)
+        order = {"order": self.data.order} if is_sequence else {}
+        return self.division.facts() | order
 
     def begin_epoch(self, epoch: int) -> int:
         """Set the epoch that is read next; return its first step of this training."""

@@ -26,8 +26,8 @@ class ShardedSequence(keras.utils.PyDataset):
     batch, and keeps its rows of it.
 
     A new order of each epoch is the one that `random` draws for Keras on one process,
-    the same on all ranks. Where a position is kept, it is a function of the seed and
-    the epoch alone. With a number of steps Keras itself shuffles these batches.
+    the same on all ranks. A checkpoint in the middle of an epoch has the order of that
+    epoch. With a number of steps Keras itself shuffles these batches.
 
     Args:
         source: The user's `PyDataset`, with the same batches on all ranks.
@@ -35,6 +35,12 @@ class ShardedSequence(keras.utils.PyDataset):
         spec: The ranks, and where to resume.
         limit: Batches of all ranks in a pass; `None` for all that there are.
         shuffle: Whether each epoch has a new order.
+
+    Attributes:
+        order: The order of the batches in this epoch; empty without a shuffle.
+
+    Raises:
+        ValueError: If a checkpoint in the middle of an epoch lacks its order.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class ShardedSequence(keras.utils.PyDataset):
         )
         self.undivided = undivided
         self._dealer, self._limit = dealer, limit
-        self._seed = spec.seed if shuffle else None
+        self._shuffle, self._first_order = shuffle, None
         # To compare batches that the user's `on_epoch_end` changes.
         is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
         is_compared = dealer.is_training and not is_kept
@@ -68,8 +74,17 @@ class ShardedSequence(keras.utils.PyDataset):
             self.division = Division.of(
                 spec, total, per_step=dealer.per_step, unit="batches"
             )
+        self.order: list[int] = []
+        if shuffle and position is not None and position.step:
+            self._first_order = (spec.facts_before or {}).get("order")
+            if self._first_order is None:
+                raise ValueError(
+                    "The training cannot continue in the middle of an epoch whose "
+                    "order of batches is unknown. Received: shuffle=True, and a "
+                    "checkpoint without an order. Pass shuffle=False as before, or an "
+                    "empty folder."
+                )
         # Keras asks for the length before the first epoch begins: that of all others.
-        self._order: list[int] = []
         with draws.preserve_generators():
             self.assign(position.epoch if position else 0)
         self._skipped = 0
@@ -84,12 +99,12 @@ class ShardedSequence(keras.utils.PyDataset):
         if division is not None and division.epoch == epoch:
             self._skipped = division.begin  # read before the training resumed
         total = self.undivided.num_batches
-        if self._seed is not None and total:
-            generator: Any = random
-            if division is not None:
-                generator = random.Random(f"{self._seed} {epoch}")
-            self._order = list(range(total))
-            generator.shuffle(self._order)
+        if self._shuffle and total:
+            self.order = list(range(total))
+            if self._first_order and division and division.epoch == epoch:
+                self.order = list(self._first_order)
+            else:
+                random.shuffle(self.order)
 
     @property
     def _total(self) -> int | None:
@@ -110,7 +125,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
         def batch_at(number: int) -> Any:
             index = begin + number
-            batch = self.undivided[self._order[index] if self._order else index]
+            batch = self.undivided[self.order[index] if self.order else index]
             return standardize(batch) if self.is_marked else batch
 
         own = self._dealer.take(count, batch_at)

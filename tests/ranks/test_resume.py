@@ -342,11 +342,11 @@ def test_after_sigterm_it_says_where_the_same_command_continues(
 
 
 @pytest.mark.parametrize("as_data", ["sequence", "seeded"])
-def test_a_save_at_the_last_step_of_an_epoch_ends_no_epoch(folder, as_data):
-    """By a clock that is always due: data is read as in a training that saves less."""
+def test_saving_changes_no_training(folder, as_data):
+    """By a clock that is always due, at the last step of an epoch, too."""
     x, y = vectors(48)
     found = []
-    for seconds in (None, 1e-4):
+    for options in ({}, {"resume": folder, "save_seconds": 1e-4}):
         keras.utils.set_random_seed(3)
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.3), "mse")
@@ -360,8 +360,7 @@ def test_a_save_at_the_last_step_of_an_epoch_ends_no_epoch(folder, as_data):
             epochs=3,
             batch="global",
             verbose=0,
-            resume=f"{folder}/{seconds}",
-            save_seconds=seconds,
+            **options,
         )
         found.append(model.get_weights())
     assert_same_bits(*found)
