@@ -158,7 +158,18 @@ def train(
         options = options.resolve()
         data = sources.make_sources(given, options.shard)
         given = given | data
-    draws.begin_fit(comm.broadcast(draws.get_states()))
+    with draws.enter_fit(comm.broadcast(draws.get_states())):
+        return _train_on_data(model, given, options, loop)
+
+
+def _train_on_data(
+    model: Any,
+    given: dict[str, Any],
+    options: Options,
+    loop: Callable[..., Any] | None,
+) -> keras.callbacks.History:
+    """Train as `train`, on data that is a `Source` or arrays."""
+    data = {name: given[name] for name in sources.PIECES}
     seeds_of_order = _find_order_seed(model), private.global_seed()
     seed, keras_seed = comm.broadcast(seeds_of_order)
     spec = sources.compare(

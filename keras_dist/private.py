@@ -230,6 +230,14 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
+def seed_generator_of_operations() -> Any:
+    """Return the `random.Random` that gives operations without a seed theirs.
+
+    It draws outside of graphs alone; `None` if no global seed was set.
+    """
+    return getattr(tf.random.set_seed.__globals__["context"].context(), "_rng", None)
+
+
 @contextlib.contextmanager
 def change_operation_seed(change: Callable[[int], int | None]) -> Iterator[None]:
     """Context manager that changes the seed of random operations, if one was set.

@@ -92,6 +92,7 @@ def objects() -> dict[str, object]:
     optimizer.build(model.trainable_variables)
     rmsprop = keras.optimizers.RMSprop(momentum=0.5)
     rmsprop.build(model.trainable_variables)
+    keras.utils.set_random_seed(1)
     numbers = tf.data.Dataset.range(4)
     shuffled = numbers.shuffle(4)
     normalization = keras.layers.BatchNormalization()
@@ -132,6 +133,7 @@ def objects() -> dict[str, object]:
         "_reduction_axes": normalization,
         "_rerandomize": tf.data.Dataset.random(seed=1),
         "_reshuffle_each_iteration": shuffled,
+        "_rng": tf.random.set_seed.__globals__["context"].context(),
         "_seed": shuffled,
         "_seed2": shuffled,
         "_user_metrics": model._compile_metrics,

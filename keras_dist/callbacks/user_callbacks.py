@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 
 from keras_dist import comm
 from keras_dist.data.draws import preserve_generators
@@ -121,6 +122,9 @@ def autolog_once() -> Iterator[None]:
         yield
 
 
+# Entries of a list that other ranks get: what is longer is data, and no result.
+_MOST_ENTRIES = 10_000
+
 _ON_ALL_RANKS = tuple(
     f"on_{kind}_{moment}"
     for kind in ("train", "epoch", "test")
@@ -195,6 +199,22 @@ class UserCallbacks(keras.callbacks.Callback):
                 if error is not None:
                     raise error
                 self._call(phase, hook, *args, **kwargs)
+        if hook == "on_train_end":
+            self._share_attributes()
+
+    def _share_attributes(self) -> None:
+        """Let all ranks read what callbacks of the first rank know after the fit.
+
+        Such as `best` of a `ModelCheckpoint`, by which a script may decide.
+        """
+        alone = [c for c in self.given if runs_on_first_rank_only(c)]
+        alone = [c for c in alone if not is_tracker(c)]
+        names = [type(callback).__name__ for callback in alone]
+        first = names, [_plain_attributes(callback) for callback in alone]
+        first_names, attributes = comm.broadcast(first)
+        if comm.rank() > 0 and names == first_names:
+            for callback, found in zip(alone, attributes, strict=True):
+                vars(callback).update(found)
 
     def _call(
         self, callbacks: Sequence[Any], hook: str, *args: Any, **kwargs: Any
@@ -239,6 +259,23 @@ class UserCallbacks(keras.callbacks.Callback):
                 yield
             finally:
                 _is_alone.reset(token)
+
+
+def _plain_attributes(callback: Any) -> dict[str, Any]:
+    """Return the public attributes that are numbers, text, or collections of these."""
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if not name.startswith("_") and name != "params" and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _MOST_ENTRIES and all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, np.generic))
 
 
 def _checkpoints(callbacks: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Switch `random` and `numpy.random` between shared numbers and a rank's own.
+"""Switch random generators between numbers that ranks share and a rank's own.
+
+These are the generators of `random` and `numpy.random`, and the one from which
+TensorFlow, outside of graphs, takes the seeds of operations that are given none.
 
 What every rank runs draws alike: a generator or an `on_epoch_end` that shuffles would
 give each rank other rows. What a rank runs for its own batches alone draws numbers of
@@ -13,20 +16,27 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist import private
+
 # What is not in use now: the states that all ranks share, and this rank's own.
 _alike: list[Any] = []
 _own: list[Any] = []
 
 
 def get_states() -> Any:
-    """Return the states of both generators."""
-    return random.getstate(), np.random.get_state(legacy=False)
+    """Return the states of all generators."""
+    operations = private.seed_generator_of_operations()
+    drawn = None if operations is None else operations.getstate()
+    return random.getstate(), np.random.get_state(legacy=False), drawn
 
 
 def set_states(states: Any) -> None:
-    """Set the states of both generators."""
+    """Set the states of all generators."""
     random.setstate(states[0])
     np.random.set_state(states[1])
+    operations = private.seed_generator_of_operations()
+    if operations is not None and states[2] is not None:
+        operations.setstate(states[2])
 
 
 def find_generators(data: Any) -> dict[str, str]:
@@ -49,7 +59,7 @@ def find_generators(data: Any) -> dict[str, str]:
 
 @contextlib.contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Context manager after which `random` and `numpy.random` go on as without it."""
+    """Context manager after which all generators go on as without it."""
     states = get_states()
     try:
         yield
@@ -57,11 +67,27 @@ def preserve_generators() -> Iterator[None]:
         set_states(states)
 
 
-def begin_fit(states: Any) -> None:
-    """Let this rank draw what all ranks draw, from states of the first one."""
+@contextlib.contextmanager
+def enter_fit(states: Any) -> Iterator[None]:
+    """Context manager in which this rank draws what all ranks draw.
+
+    A fit in a callback leaves the numbers of the outer one as they were, if these are
+    the rank's own.
+
+    Args:
+        states: The first rank's, from which all ranks begin.
+    """
+    own, outer, here = _own[:], _alike[:], get_states()
     _alike.clear()
     _own.clear()
     set_states(states)
+    try:
+        yield
+    finally:
+        draw_alike()
+        _own[:], _alike[:] = own, outer
+        if outer:
+            set_states(here)
 
 
 def draw_own(rank: int) -> None:
@@ -73,6 +99,8 @@ def draw_own(rank: int) -> None:
         else:
             random.seed(f"{random.getrandbits(64)} {rank}")
             np.random.seed(random.getrandbits(32))
+            if operations := private.seed_generator_of_operations():
+                operations.seed(random.getrandbits(32))
 
 
 def draw_alike() -> None:

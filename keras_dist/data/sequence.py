@@ -87,7 +87,7 @@ class ShardedSequence(keras.utils.PyDataset):
         # Keras asks for the length before the first epoch begins: that of all others.
         with draws.preserve_generators():
             self.assign(position.epoch if position else 0)
-        self._skipped = 0
+        self._skipped, self._is_read = 0, False
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in a collective.
@@ -119,6 +119,12 @@ class ShardedSequence(keras.utils.PyDataset):
         return None if total is None else self._dealer.num_steps(total - self._skipped)
 
     def __getitem__(self, index: int) -> Any:
+        if self._dealer.splits_batches or self._is_read:
+            return self._make_batch(index)
+        with draws.preserve_generators():  # Keras looks at batches of this rank alone
+            return self._make_batch(index)
+
+    def _make_batch(self, index: int) -> Any:
         per_step, total = self._dealer.per_step, self._total
         begin = index * per_step + self._skipped
         count = per_step if total is None else min(per_step, total - begin)
@@ -135,6 +141,7 @@ class ShardedSequence(keras.utils.PyDataset):
     def on_epoch_begin(self) -> None:
         """Call the user's `on_epoch_begin`."""
         self.undivided.on_epoch_begin()
+        self._is_read = True
         if not self._dealer.splits_batches:
             draws.draw_own(self._dealer.rank)  # no other rank makes these batches
 
@@ -145,6 +152,7 @@ class ShardedSequence(keras.utils.PyDataset):
             ValueError: On all ranks, if their first batches differ afterwards.
         """
         draws.draw_alike()
+        self._is_read = False
         self.undivided.on_epoch_end()
         if self._gather_texts is None:
             return

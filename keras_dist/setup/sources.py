@@ -32,6 +32,9 @@ _MAY_BE_SHUFFLED = (
     '`seed` to `shuffle`; or shard="none" if each rank has its own part'
 )
 
+# The arguments of `Model.fit` that are data.
+PIECES = ("x", "y", "sample_weight", "validation_data")
+
 _PRESHARDED_ADVICE = (
     "`shard` takes another part of the same data on each rank: make the data alike on "
     "all ranks, and pass `seed` to its `shuffle`."
@@ -45,8 +48,7 @@ def make_sources(given: Mapping[str, Any], shard: str) -> dict[str, Any]:
         given: Every argument of `Model.fit`.
         shard: The option of `dist_fit`.
     """
-    names = ("x", "y", "sample_weight", "validation_data")
-    pieces = {name: lists_to_arrays(given[name]) for name in names}
+    pieces = {name: lists_to_arrays(given[name]) for name in PIECES}
     for name in ("x", "validation_data"):
         shuffle = name == "x" and bool(given["shuffle"])
         pieces[name] = make_source(pieces[name], shard, shuffle=shuffle)

@@ -134,6 +134,66 @@ def test_a_generator_that_differs_is_named_before_training(world):
     assert all(each.filename == __file__ for each in found)
 
 
+def test_operations_without_a_seed_draw_alike_after_the_first_rank_has_drawn(world):
+    """A generator that shuffles by `tf.random` reads the same order on all ranks."""
+    keras.utils.set_random_seed(1)
+    orders = []
+
+    def batches():
+        while True:
+            orders.append(tf.random.shuffle(tf.range(48)).numpy())
+            yield from map(read, np.split(orders[-1], 4))
+
+    draw = keras_dist.first_rank_only(keras.callbacks.LambdaCallback())
+    draw.on_epoch_end = lambda epoch, logs=None: tf.random.normal((world.rank + 1,))
+    model = counting_model()
+    options = {"steps_per_epoch": 4, "epochs": 3, "batch": "global", "verbose": 0}
+    keras_dist.dist_fit(model, batches(), callbacks=[draw], **options)
+    assert len(orders) >= 3
+    for everyone in zip(*keras_dist.gather(orders), strict=True):
+        assert all((order == everyone[0]).all() for order in everyone)
+
+
+def test_validation_data_that_draws_leaves_the_training_data_alike(world):
+    """Each rank makes other batches of it, of other lengths: the last has two rows."""
+
+    class Images(Shuffled):
+        def __getitem__(self, index):
+            rows = self.order[12 * index :][:12]
+            np.random.random(len(rows))
+            return read(rows)
+
+    validation = Images()
+    validation.order = validation.order[:14]
+    model, data = counting_model(), Images()
+    options = {"validation_data": validation, "batch": "global", "verbose": 0}
+    keras_dist.dist_fit(model, data, epochs=3, **options)
+    assert (model.get_weights()[0] == 3).all()
+    states = keras_dist.gather(np.random.get_state(legacy=False))
+    assert all(repr(state) == repr(states[0]) for state in states)
+
+
+def test_a_fit_in_a_callback_leaves_the_outer_fit_its_own_numbers(world):
+    """Each rank adds noise of its own to its own rows, before and after it."""
+    drawn = []
+
+    class Noisy(Shuffled):
+        def __getitem__(self, index):
+            drawn.append(np.random.normal())
+            return read(np.arange(12))
+
+    def train(epoch, logs):
+        if epoch == 0:
+            x, y = read(np.arange(48))
+            keras_dist.dist_fit(counting_model(), x, y, batch="global", verbose=0)
+
+    inner = keras.callbacks.LambdaCallback(on_epoch_end=train)
+    options = {"shard": "none", "verbose": 0, "callbacks": [inner]}
+    keras_dist.dist_fit(counting_model(), Noisy(), epochs=3, **options)
+    for everyone in zip(*keras_dist.gather(drawn[-6:]), strict=True):
+        assert len(set(everyone)) == world.size
+
+
 def test_batches_of_one_rank_have_their_own_noise(world):
     """`__getitem__` draws the rank's own; `on_epoch_end` shuffles alike."""
     unseeded(world)

@@ -18,6 +18,7 @@ from claims import (
     slow_on_three,
     warned,
 )
+from models import vectors
 
 import keras_dist
 
@@ -285,3 +286,30 @@ def test_autologging_logs_on_the_first_rank(rows, make_model, monkeypatch):
     monkeypatch.setattr(keras.Model, "fit", logging_fit)
     losses = fit(make_model(), rows).history["val_loss"]
     assert logged == (losses if keras_dist.rank() == 0 else []) and not off
+
+
+def test_what_the_first_rank_knows_after_the_fit_is_there_on_all(folder):
+    """`best` of a checkpoint, and public plain attributes of a marked callback."""
+
+    @keras_dist.first_rank_only
+    class Diary(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.losses, self.note = [], {"epochs": 0}
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.losses.append(logs["loss"])
+            self.note["epochs"] += 1
+
+    x, y = vectors(24)
+    path = f"{folder}/best.weights.h5"
+    best = keras.callbacks.ModelCheckpoint(
+        path, monitor="loss", save_best_only=True, save_weights_only=True
+    )
+    diary = Diary()
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callbacks = [best, diary]
+    history = keras_dist.dist_fit(model, x, y, epochs=2, verbose=0, callbacks=callbacks)
+    assert best.best == min(history.history["loss"])
+    assert diary.losses == history.history["loss"] and diary.note == {"epochs": 2}
