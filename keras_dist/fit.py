@@ -298,7 +298,7 @@ def evaluate(
         names = ("x", "y", "sample_weight")
         pieces = {name: lists_to_arrays(given[name]) for name in names}
         pieces["x"] = sources.make_source(pieces["x"], options.shard)
-    feed = _make_feed("validation", pieces, given, options)
+    feed = _make_feed(model, "validation", pieces, given, options)
     arguments = given | feed.arguments | {"steps": feed.keras_steps}
     callbacks = flatten_callbacks(given["callbacks"])
     arguments["callbacks"] = on_this_rank(callbacks) or None
@@ -356,7 +356,7 @@ def predict(
     if is_divided or not (leaves or is_source):
         return predict_rows(x.data if is_source else x, steps)
     pieces = {"x": x, "y": None, "sample_weight": None}
-    feed = _make_feed("predicted", pieces, given, options)
+    feed = _make_feed(model, "predicted", pieces, given, options)
     with comm.explain_errors(), raise_own_errors([feed]):
         if is_source and not x.is_same:
             return predict_rows(feed.data, steps)
@@ -380,10 +380,15 @@ def call_on_batch(model: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_feed(
-    name: str, pieces: dict[str, Any], given: dict[str, Any], options: Options
+    model: Any,
+    name: str,
+    pieces: dict[str, Any],
+    given: dict[str, Any],
+    options: Options,
 ) -> Feed:
     """Make this rank's feed of data that all ranks evaluate, or predict."""
     spec = sources.compare({name: pieces["x"]}, options)
+    spec = replace(spec, steps_per_execution=model.steps_per_execution)
     with comm.together():
         feed = validation_feed(
             tuple(pieces.values()),

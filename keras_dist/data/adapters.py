@@ -26,7 +26,6 @@ from keras_dist.data.division import (
     check_shared_batch,
     divide_batch,
     no_data,
-    scale_steps,
 )
 from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import (
@@ -70,7 +69,7 @@ def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) ->
         )
     name = "steps_per_epoch"
     before = given[name]
-    given = given | {name: scale_steps(steps_rule, before, size=spec.size, name=name)}
+    given = given | {name: spec.scale_steps(steps_rule, before, name=name)}
     rows = Rows(
         "arrays",
         batch_size=given["batch_size"],
@@ -253,7 +252,7 @@ def validation_feed(
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     name = f"{prefix}steps"
-    own_steps = scale_steps(steps_rule, steps, size=spec.size, name=name)
+    own_steps = spec.scale_steps(steps_rule, steps, name=name)
     if batch_size is not None:
         batch_size = check_count(f"{prefix}batch_size", batch_size)
     rule = f"steps scaled: {steps_rule}" if steps else ""

@@ -164,6 +164,7 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
 
     Where it has none, it gets the first row, which does not count. If the tensors of
     the batch differ in length, all ranks get all of it, and it counts on the first one.
+    A number beside the rows goes whole to every rank.
 
     Args:
         batch: Arrays or tensors, in any structure.
@@ -176,8 +177,8 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
     >>> take_local_rows(np.arange(5), 1, 2), take_local_rows(np.arange(1), 1, 2)
     ((array([1, 3]), True), (array([0]), False))
     """
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    if any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if not is_number(leaf)]
+    if not leaves or any(isinstance(leaf, tf.SparseTensor) for leaf in leaves):
         return batch, rank == 0
     lengths = [_count_rows(leaf) for leaf in leaves]
     if all(isinstance(length, int) for length in lengths):
@@ -195,8 +196,8 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
         span = tf.unstack(tf.where(is_even, span, tf.constant((0, _ALL_ROWS, 1))))
 
     def own(leaf: Any) -> Any:
-        if leaf is None:
-            return None
+        if is_number(leaf):
+            return leaf
         if isinstance(leaf, tf.RaggedTensor):
             begin, end, step = span
             rows = tf.range(begin, tf.minimum(end, _length(leaf)), step)
@@ -208,6 +209,12 @@ def take_local_rows(batch: Any, rank: int, size: int) -> tuple[Any, Any]:
         return rows
 
     return tf.nest.map_structure(own, batch), has_rows
+
+
+def is_number(leaf: Any) -> bool:
+    """Return True for a part of a batch without rows: a number, or `None`."""
+    shape = getattr(leaf, "shape", ())
+    return getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else 1) == 0
 
 
 def _length(leaf: Any) -> tf.Tensor:

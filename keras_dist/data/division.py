@@ -57,6 +57,8 @@ class ShardSpec:
             they are now.
         batch: Whose batch the user's batch is: `"rank"`, or `"global"` for the batch of
             all ranks together.
+        steps_per_execution: Of the model: Keras makes a multiple of them if it is given
+            a number of steps.
     """
 
     rank: int
@@ -70,6 +72,17 @@ class ShardSpec:
     batch: str = "rank"
     keras_seed: int | None = None
     facts_before: Mapping[str, Any] | None = None
+    steps_per_execution: int = 1
+
+    def scale_steps(self, rule: str, steps: int | None, *, name: str) -> int | None:
+        """Scale steps of a script for one process, as the function `scale_steps`.
+
+        One process makes whole executions.
+        """
+        if steps is not None and self.size > 1:
+            executions = -(-check_count(name, steps) // self.steps_per_execution)
+            steps = executions * self.steps_per_execution
+        return scale_steps(rule, steps, size=self.size, name=name)
 
     @property
     def is_global(self) -> bool:

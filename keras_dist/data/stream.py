@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.arrays import RAGGED_OR_SPARSE, is_scipy_sparse
-from keras_dist.data.dealer import Dealer, add_mark
+from keras_dist.data.dealer import Dealer, add_mark, is_number
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.source import Source
 from keras_dist.errors import RankError, describe, mark_known
@@ -147,6 +147,8 @@ def _find_spec(*leaves: Any) -> tf.TensorSpec:
     """Find shape and dtype of arrays; where lengths differ, any length is allowed."""
     is_tensor = tf.is_tensor(leaves[0])
     dtype = leaves[0].dtype if is_tensor else np.asarray(leaves[0]).dtype
+    if is_number(leaves[0]):
+        return tf.TensorSpec([], tf.as_dtype(dtype))
     lengths = zip(*(leaf.shape[1:] for leaf in leaves), strict=True)
     inner = [n[0] if len(set(n)) == 1 else None for n in lengths]
     return tf.TensorSpec([None, *inner], tf.as_dtype(dtype))

@@ -168,6 +168,7 @@ def prepare(
     factor = rate_factor(rule, size=world.size)
     # A schedule is a function of the step, and has its value at the same epoch.
     step_multiplier = world.size if options.steps_scaling == "divide" else 1
+    spec = replace(spec, steps_per_execution=model.steps_per_execution)
     training, validation = _make_feeds(given, options, spec)
     steps = steps or training.plan.steps
     is_given = given["validation_data"] is not None or given["validation_split"]

@@ -282,3 +282,78 @@ def test_a_step_knows_the_rows_of_a_batch_as_in_keras(world, tmp_path, kind, bat
         assert train(keras.Model.fit, count) == {"train": expected, "test": 4}
         known = train(keras_dist.dist_fit, count, batch=batch)
         assert known == {"train": found, "test": 4}
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("as_data", shortened(["arrays", "dataset"], {"arrays"}))
+def test_steps_are_whole_executions_as_in_keras(as_data):
+    """Steps of a validation, `evaluate` and `predict` that three do not divide."""
+    x, y = np.random.default_rng(0).random((48, 3)), np.arange(48.0)[:, None]
+
+    def run(fit, evaluate, predict):
+        model = make_compiled(linear, "sgd", "mse", steps_per_execution=3)
+        data = (x, y) if as_data == "arrays" else batches()
+        given = {"validation_data": data, "validation_steps": 4, "verbose": 0}
+        sizes = {} if as_data == "dataset" else {"validation_batch_size": 6}
+        history = fit(model, x, y, batch_size=6, shuffle=False, **sizes, **given)
+        loss = evaluate(model)(x, y, batch_size=6, steps=4, verbose=0)
+        rows = predict(model)(x, batch_size=6, steps=4, verbose=0)
+        return history.history["loss"], history.history["val_loss"], loss, len(rows)
+
+    def batches():
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(6)
+
+    def linear():
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+    def fit(model, *args, **given):
+        return keras_dist.dist_fit(model, *args, batch="global", **given)
+
+    def ours(model):
+        return keras_dist.DistributedModel(model, batch="global")
+
+    plain = run(
+        keras.Model.fit, lambda model: model.evaluate, lambda model: model.predict
+    )
+    found = run(fit, lambda m: ours(m).evaluate, lambda m: ours(m).predict)
+    assert found[-1] == plain[-1] == 36
+    np.testing.assert_allclose(np.hstack(found), np.hstack(plain), rtol=1e-5)
+
+
+class Weighted(keras.Model):
+    """Its batches have a weight of the loss beside their rows, a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y, weight = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((y - self(x)) ** 2) * tf.cast(weight, "float32")
+        variables = [v.value for v in self.trainable_variables]
+        self.optimizer.apply(tape.gradient(loss, variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.several_ranks
+def test_a_number_beside_the_rows_of_a_batch_goes_to_every_rank():
+    """A temperature, or the number of a task."""
+    x = np.random.default_rng(0).random((30, 3)).astype("float32")
+    rows = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(7)
+    numbers = tf.data.Dataset.from_tensor_slices(0.5 + np.arange(5.0))
+    data = tf.data.Dataset.zip(rows, numbers).map(lambda xy, n: (*xy, n))
+    found = []
+    for fit in keras.Model.fit, keras_dist.dist_fit:
+        model = Weighted()
+        model(x[:2])
+        model.compile(keras.optimizers.SGD(0.05))
+        is_ours = fit is keras_dist.dist_fit
+        fit(
+            model, data, epochs=2, verbose=0, **({"batch": "global"} if is_ours else {})
+        )
+        found.append(model)
+    assert largest_difference(*found) < 1e-6
