@@ -172,12 +172,10 @@ def _train_on_data(
     data = {name: given[name] for name in sources.PIECES}
     seeds_of_order = _find_order_seed(model), private.global_seed()
     seed, keras_seed = comm.broadcast(seeds_of_order)
-    spec = sources.compare(
-        {"training": data["x"], "validation": data["validation_data"]},
-        options,
-        seed=seed,
-        keras_seed=keras_seed,
-    )
+    compared = {"training": data["x"], "validation": data["validation_data"]}
+    spec = sources.compare(compared, options, seed=seed, keras_seed=keras_seed)
+    if loop is not None:  # the script is one for one process
+        sources.warn_of_own_data(compared, options.shard)
     with open_checkpoints(options, spec) as resumed:
         with comm.together():
             setup = prepare(model, given, options, resumed.spec if resumed else spec)

@@ -1,6 +1,9 @@
 """A `keras.utils.PyDataset`, of which each rank reads its own batches by index."""
 
+import os
 import random
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,12 +14,19 @@ from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.source import Source, digest_batches, standardize
 
+# The batches at which Keras looks for their shapes.
+_LOOKS = 2
+
 
 def has_own_thread(data: Any) -> bool:
     """Return True if Keras reads a `PyDataset` by several workers or processes."""
     if not isinstance(data, keras.utils.PyDataset):
         return False
     return data.workers > 1 or (data.workers > 0 and data.use_multiprocessing)
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 class ShardedSequence(keras.utils.PyDataset):
@@ -65,7 +75,7 @@ class ShardedSequence(keras.utils.PyDataset):
         is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
         is_compared = dealer.is_training and not is_kept
         self._gather_texts = spec.gather if is_compared else None
-        self._random = source.random
+        self._source = source
         self.division: Division | None = None
         total, keeps_position = self._total, dealer.is_training and spec.keeps_position
         position = spec.position if keeps_position else None
@@ -88,10 +98,14 @@ class ShardedSequence(keras.utils.PyDataset):
         with draws.preserve_generators():
             self.assign(position.epoch if position else 0)
         self._skipped, self._is_read = 0, False
+        self._thread = _this_thread()
+        # Whether `on_epoch_end` was called; and the first batch, if it was read.
+        self._has_changed = False
+        self._first: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in a collective.
-        return self.__dict__ | {"_gather_texts": None}
+        return self.__dict__ | {"_gather_texts": None, "_source": None}
 
     def assign(self, epoch: int) -> None:
         """Set the number of the epoch that is read from now on."""
@@ -119,47 +133,60 @@ class ShardedSequence(keras.utils.PyDataset):
         return None if total is None else self._dealer.num_steps(total - self._skipped)
 
     def __getitem__(self, index: int) -> Any:
-        if self._dealer.splits_batches or self._is_read:
-            return self._make_batch(index)
-        with draws.preserve_generators():  # Keras looks at batches of this rank alone
-            return self._make_batch(index)
-
-    def _make_batch(self, index: int) -> Any:
         per_step, total = self._dealer.per_step, self._total
         begin = index * per_step + self._skipped
         count = per_step if total is None else min(per_step, total - begin)
 
         def batch_at(number: int) -> Any:
-            index = begin + number
-            batch = self.undivided[self.order[index] if self.order else index]
+            if self._is_read or _this_thread() != self._thread:
+                batch = self._read(begin + number)
+            else:  # Keras looks at the shapes, which are those of our own look
+                looks = self._source.first(_LOOKS)
+                batch = looks[min(index, len(looks) - 1)]
             return standardize(batch) if self.is_marked else batch
 
         own = self._dealer.take(count, batch_at)
         assert own is not None  # `num_batches` counts those that there are
         return add_mark(*own) if self.is_marked else own[0]
 
+    def _read(self, index: int) -> Any:
+        """Read a batch of the user's, by its place in this epoch."""
+        if self._first and index == self._skipped:
+            return self._first.pop()
+        return self.undivided[self.order[index] if self.order else index]
+
     def on_epoch_begin(self) -> None:
-        """Call the user's `on_epoch_begin`."""
+        """Call the user's `on_epoch_begin`.
+
+        Raises:
+            ValueError: On all ranks, if `on_epoch_end` has made their batches differ.
+        """
         self.undivided.on_epoch_begin()
+        self._source.drop_looks()
         self._is_read = True
+        if self._has_changed and self._gather_texts is not None:
+            self._compare_first(self._gather_texts)
         if not self._dealer.splits_batches:
             draws.draw_own(self._dealer.rank)  # no other rank makes these batches
 
     def on_epoch_end(self) -> None:
-        """Call the user's `on_epoch_end`; it may shuffle, the same way on all ranks.
-
-        Raises:
-            ValueError: On all ranks, if their first batches differ afterwards.
-        """
+        """Call the user's `on_epoch_end`; it may shuffle, the same way on all ranks."""
         draws.draw_alike()
-        self._is_read = False
+        self._is_read, self._has_changed = False, True
+        self._first.clear()
         self.undivided.on_epoch_end()
-        if self._gather_texts is None:
-            return
-        with draws.preserve_generators():
-            leaves = tf.nest.flatten(self.undivided[0])
-        alike = [leaf for i, leaf in enumerate(leaves) if i not in self._random]
-        fingerprints = self._gather_texts(digest_batches(alike))
+
+    def _compare_first(self, gather_texts: Callable[[Any], list[Any]]) -> None:
+        """Compare the first batch of an epoch, which is read once where all need it."""
+        if self._dealer.splits_batches and not has_own_thread(self.undivided):
+            self._first = [self._read(self._skipped)]
+            first = self._first[0]
+        else:
+            with draws.preserve_generators():
+                first = self._read(self._skipped)
+        leaves = tf.nest.flatten(first)
+        alike = [leaf for i, leaf in enumerate(leaves) if i not in self._source.random]
+        fingerprints = gather_texts(digest_batches(alike))
         if len(set(fingerprints)) > 1:
             raise ValueError(
                 "After `on_epoch_end` the ranks' batches differ, so they cannot be "

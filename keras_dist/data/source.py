@@ -58,6 +58,8 @@ class Source:
         has_seeded_passes: Whether the order of each pass follows from seeds and its
             number, so that beginning one changes all later ones.
         note: What the plan says of it, beside how it is sharded.
+        is_read_by_all: Whether every rank makes all batches of a sequence. A look then
+            draws random numbers, as that of Keras does.
         lengths: Of presharded data, the batches in a pass of each rank, `math.inf`, or
             `None` if unknown.
 
@@ -77,8 +79,9 @@ class Source:
         self.has_seeded_passes = False
         if isinstance(data, tf.data.Dataset):
             self.kind, self.has_seeded_passes = "dataset", has_seeded_passes(data)
+        self.is_read_by_all = False
         self._buffered: list[Any] = []
-        self._sent: list[Any] | None = None
+        self._kept: list[Any] | None = None
         self._held: list[Any] = []
         # Of an iterator, or a data set, that has begun: the batches that come next.
         self._unread: Iterator[Any] | None = None
@@ -128,13 +131,19 @@ class Source:
             return self._buffered[:count]
         if self.kind == "dataset":
             return self._first_batches(self.data, count)
-        if self._sent is not None:
-            return self._sent[:count]
-        with preserve_generators():
-            looks = list(itertools.islice(self, count))
-        if self.is_sent:
-            self._sent = looks
-        return looks
+        if self._kept is None or len(self._kept) < count:
+            with contextlib.ExitStack() as stack:
+                if not self.is_read_by_all:
+                    stack.enter_context(preserve_generators())
+                looks = list(itertools.islice(self, count))
+            if self.kind != "sequence" and not self.is_sent:
+                return looks
+            self._kept = looks
+        return self._kept[:count]
+
+    def drop_looks(self) -> None:
+        """Forget the batches of a look: a pass over a sequence begins."""
+        self._kept = None
 
     def next_pass(self, global_batch: int) -> Iterator[Any]:
         """Begin a pass, as Keras does on one process.
@@ -148,7 +157,7 @@ class Source:
             global_batch: The batches that are one of one process.
         """
         if self.is_repeatable:
-            self._sent, begun = None, self._unread
+            self._kept, begun = None, self._unread
             looks, self._buffered, self._unread = self._buffered, [], None
             return iter(self) if begun is None else itertools.chain(looks, begun)
         count = _LOOKS * global_batch

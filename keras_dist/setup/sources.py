@@ -177,6 +177,7 @@ def compare(
         )
     comm.agree(facts, advice="Give every rank the same kind of data.")
     for name, source in sources.items():
+        source.is_read_by_all = spec.is_global and name == "training"
         if source.is_sent:
             # Each of them is a collective: so before any block of one rank.
             source.first(2 if name == "training" else max(2, comm.size()))
@@ -246,6 +247,46 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
         if note is not None and names:
             note += _note_on_generators(name, source, names)
         source.is_same, source.note = note is not None, note or ""
+        is_divided = source.is_same and not source.is_read_by_all
+        if is_divided and source.kind == "sequence" and not states[0]:
+            _warn_of_position(name, source, own[name][0])
+
+
+def warn_of_own_data(given: Mapping[str, Any], shard: str) -> None:
+    """Warn on the first rank of data that differs, in a script for one process.
+
+    Args:
+        given: Data by name, after `compare`.
+        shard: The option of `distribute`.
+    """
+    for name, source in given.items():
+        if not isinstance(source, Source) or comm.rank() > 0 or shard != "auto":
+            continue
+        if not (source.is_same or source.presharded):
+            warn(
+                f"Each rank has other {name} data, and reads all of it. Received: x of "
+                f"type {source.type_name}. If it should be the same, set one seed on "
+                "all ranks before it is made (keras.utils.set_random_seed); if you have"
+                ' divided it, say so by shard="none".'
+            )
+
+
+def _warn_of_position(name: str, source: Source, before: list[str]) -> None:
+    """Warn on the first rank if a sequence gives other batches when read again.
+
+    Each rank reads a part of the batches, and such data depends on those before.
+    """
+    if comm.rank() > 0:
+        return
+    source.drop_looks()
+    again = source.fingerprint(comm.size())
+    if all(old != new for old, new in zip(before, again, strict=False)):
+        warn(
+            f"The first batches of the {name} data are others when they are read again,"
+            " so they depend on what was read before, and each rank reads a part. "
+            f"Received: x of type {source.type_name}. Let `__getitem__` depend on its "
+            'index alone, or pass shard="first".'
+        )
 
 
 def _note_on_random(
@@ -259,6 +300,7 @@ def _note_on_random(
     """
     if not source.is_repeatable:
         return None
+    source.drop_looks()
     with comm.together(), draw_other_numbers():
         now = source.fingerprint(comm.size())
     again = comm.gather(now)

@@ -7,8 +7,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, raises_everywhere, shortened
-from data_kinds import BATCHES, Loader
+from claims import (
+    assert_equals_one_process,
+    largest_difference,
+    raises_everywhere,
+    shortened,
+    warned,
+)
+from data_kinds import BATCHES, Loader, Sequence
 from models import make_compiled, perceptron
 
 import keras_dist
@@ -229,3 +235,57 @@ def test_what_cannot_be_shared_is_an_error_before_the_first_step(world):
         keras_dist.dist_fit(model, x, y, batch="global", verbose=0)
 
     raises_everywhere(ValueError, add_up, "depends on the number of ranks")
+
+
+class Pool(keras.utils.PyDataset):
+    """Batches of the rows that come next, whatever index is asked for; notes calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.cursor, self.calls = 0, []
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.calls.append(index)
+        rows = np.arange(self.cursor, self.cursor + 8) % 40
+        self.cursor += 8
+        x = np.random.default_rng(0).normal(size=(40, 5))[rows]
+        return x, (x[:, :1] > 0) * 1.0
+
+    def on_epoch_end(self):
+        self.calls.append("end")
+
+
+def test_a_loader_with_a_position_of_its_own_is_asked_as_by_keras():
+    """Our look at the data is that of Keras; no batch is read without use."""
+    found = []
+    for fit in keras.Model.fit, partial(keras_dist.dist_fit, batch="global"):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        data = Pool()
+        fit(model, data, epochs=3, verbose=0)
+        found.append((data.calls, model))
+    (plain_calls, plain), (calls, ours) = found
+    assert calls == plain_calls
+    assert largest_difference(ours, plain) < 1e-6
+
+
+def test_data_that_no_rank_can_read_in_part_is_a_warning(make_model):
+    """Of which each rank reads some batches: they depend on those before."""
+    with warned("others when they are read again") as messages:
+        model = make_model()
+        keras_dist.dist_fit(model, Pool(), verbose=0)
+    assert len(messages) == (keras_dist.rank() == 0)
+
+
+def test_data_that_differs_in_a_script_for_one_process_is_a_warning(make_model, world):
+    """`distribute` takes it for divided; `dist_fit` says so in the plan alone."""
+    x = np.random.default_rng(world.rank).normal(size=(24, 5)).astype("float32")
+    name = "Each rank has other training data"
+    with warned(name) as messages, keras_dist.distribute():
+        model = make_model()
+        model.fit(Sequence(x, x[:, 0] > 0, [8]), verbose=0)
+    assert len(messages) == (world.rank == 0)
