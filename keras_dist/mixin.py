@@ -102,6 +102,16 @@ def has(target: Any, mixin: type) -> bool:
     return mixin in type(target).__mro__
 
 
+def find_owner(target: Any, name: str) -> type:
+    """Return the class that defines a method of an object.
+
+    Mixins of this package, which call it, are ignored.
+    """
+    owners = (cls for cls in type(target).__mro__ if name in vars(cls))
+    ours = "keras_dist."
+    return next((c for c in owners if not c.__module__.startswith(ours)), object)
+
+
 @contextlib.contextmanager
 def use(target: Any, mixin: type) -> Iterator[None]:
     """Context manager in which `mixin` is added to `target`, if it is not before."""
