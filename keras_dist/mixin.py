@@ -10,7 +10,6 @@ from typing import Any
 # The descriptor by which Python sets the class of an object. The classes made here
 # override `__class__` by a property, so `target.__class__ = …` does not work.
 _CLASS = object.__dict__["__class__"]
-_combined: dict[tuple[type, type], type] = {}
 
 Method = tuple[type, str]
 
@@ -49,23 +48,28 @@ def add(target: Any, mixin: type) -> None:
     if has(target, mixin):
         return
     own = type(target)
-    if (mixin, own) not in _combined:
-        original = target.__class__
-        is_below = any(base in own.__mro__[1:-1] for base in mixin.__bases__)
-        _combined[mixin, own] = type(
-            own.__name__,
-            (own, mixin) if is_below else (mixin, own),
-            {
-                "__class__": property(lambda self: original),
-                "__module__": own.__module__,
-                "__qualname__": own.__qualname__,
-                "__doc__": own.__doc__,
-                "_keras_dist_mixin": mixin,
-                "_keras_dist_own": own,
-                "__reduce_ex__": _reduce_as_plain,
-            },
-        )
-    _CLASS.__set__(target, _combined[mixin, own])
+    # A class knows its subclasses weakly: nothing here keeps a class of the user's.
+    made = [
+        c for c in own.__subclasses__() if vars(c).get("_keras_dist_mixin") is mixin
+    ]
+    _CLASS.__set__(target, made[0] if made else _combine(mixin, own, target.__class__))
+
+
+def _combine(mixin: type, own: type, original: type) -> type:
+    is_below = any(base in own.__mro__[1:-1] for base in mixin.__bases__)
+    return type(
+        own.__name__,
+        (own, mixin) if is_below else (mixin, own),
+        {
+            "__class__": property(lambda self: original),
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
+            "_keras_dist_mixin": mixin,
+            "_keras_dist_own": own,
+            "__reduce_ex__": _reduce_as_plain,
+        },
+    )
 
 
 def _reduce_as_plain(self: Any, protocol: Any) -> Any:
@@ -100,6 +104,16 @@ def remove(target: Any, mixin: type) -> None:
 def has(target: Any, mixin: type) -> bool:
     """Return True if `mixin` was added to `target`."""
     return mixin in type(target).__mro__
+
+
+def find_owner(target: Any, name: str) -> type:
+    """Return the class that defines a method of an object.
+
+    Mixins of this package, which call it, are ignored.
+    """
+    owners = (cls for cls in type(target).__mro__ if name in vars(cls))
+    ours = "keras_dist."
+    return next((c for c in owners if not c.__module__.startswith(ours)), object)
 
 
 @contextlib.contextmanager

@@ -190,7 +190,8 @@ class AppliesLikeHorovod:
                 g if g is None else tf.convert_to_tensor(with_shape(g, variable))
                 for g, variable in zip(grads, known, strict=True)
             ]
-        if passes.number == 1:
+        is_update = context.is_averaged and not all(map(is_reduced, present))
+        if passes.number == 1 or is_update:
             return apply(grads, trainable_variables)
         if step_context.is_inside() and not context.is_averaged:
             raise ValueError(

@@ -6,19 +6,19 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.nested import changes_updates, leaves, optimizers_of
 
 
 def accumulates(optimizer: Any) -> bool:
     """Return True if each rank adds up its own gradients of several batches.
 
-    In two cases gradients are averaged after each batch instead: inside a
-    `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks;
-    and in a `MultiOptimizer`, whose optimizers may accumulate different numbers of
-    batches.
+    In some cases gradients are averaged after each batch instead: inside a
+    `LossScaleOptimizer`, which decides for each batch by the gradients of all ranks; in
+    a `MultiOptimizer`, whose optimizers may accumulate different numbers of batches;
+    and where a class of the user's changes the gradients of each batch.
     """
-    is_single = leaves(optimizer) == [optimizer]
-    return is_single and bool(optimizer.gradient_accumulation_steps)
+    is_plain = leaves(optimizer) == [optimizer] and not changes_updates(optimizer)
+    return is_plain and bool(optimizer.gradient_accumulation_steps)
 
 
 def own_sums(optimizer: Any) -> list[Any]:

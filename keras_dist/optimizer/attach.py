@@ -10,7 +10,12 @@ import keras
 
 from keras_dist import comm, mixin
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.nested import nested_optimizers, optimizers_of, variables_of
+from keras_dist.optimizer.nested import (
+    changes_updates,
+    nested_optimizers,
+    optimizers_of,
+    variables_of,
+)
 from keras_dist.optimizer.reduce import (
     Averaging,
     AveragingState,
@@ -35,6 +40,7 @@ class Recorded:
         variables: The variables of the gradients; `None`: all of the optimizer.
         is_sum: Whether the gradients are sums over rows.
         more: Further arguments, which an optimizer of the user's own may have.
+        through: The optimizer's own `apply_gradients`, if that is called.
     """
 
     optimizer: Any
@@ -42,6 +48,7 @@ class Recorded:
     variables: Sequence[Any] | None
     is_sum: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
+    through: Callable[..., Any] | None = None
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's own name
@@ -191,7 +198,7 @@ def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:
     """Run a recorded call of `apply`, with averaged gradients."""
     variables = variables_of(call.optimizer, call.variables)
     shaped = [with_shape(*pair) for pair in zip(averaged, variables, strict=True)]
-    apply = functools.partial(call.optimizer.apply, **call.more)
+    apply = functools.partial(call.through or call.optimizer.apply, **call.more)
     update(call.optimizer, apply, shaped, call.variables)
 
 
@@ -246,18 +253,40 @@ class ReducesGradients:
         loss = super().scale_loss(loss)  # type: ignore[misc]
         return weight_loss(self, loss)
 
-    def apply(self, grads: Any, trainable_variables: Any = None, **more: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **more: Any) -> Any:
+        pairs, plain = list(grads_and_vars), super().apply_gradients  # type: ignore[misc]
+        is_averaged = step_context.current().is_averaged
+        if is_averaged or not (pairs and changes_updates(self)):
+            return plain(pairs, *args, **more)
+
+        def change(grads: Any, variables: Any, **more: Any) -> None:
+            plain(list(zip(grads, variables, strict=True)), *args, **more)
+
+        # It may change the gradients before it calls `apply`.
+        self.apply(*zip(*pairs, strict=True), through=change, **more)
+        return self.iterations  # type: ignore[attr-defined]
+
+    def apply(
+        self,
+        grads: Any,
+        trainable_variables: Any = None,
+        *,
+        through: Callable[..., Any] | None = None,
+        **more: Any,
+    ) -> Any:
         grads = list(grads)
         context = step_context.current()
+        apply = functools.partial(through or super().apply, **more)  # type: ignore[misc]
+        if context.is_averaged:
+            return apply(grads, trainable_variables)
         is_sum = context.next_site("apply") in context.kinds.sums
         if context.recorded is not None:
             if context.trial is None:
                 grads = mark_recorded(self, grads, trainable_variables)
-            call = Recorded(self, grads, trainable_variables, is_sum, more)
+            call = Recorded(self, grads, trainable_variables, is_sum, more, through)
             context.recorded.append(call)
             return None
-        apply = functools.partial(super().apply, **more)  # type: ignore[misc]
-        if context.is_averaged or not grads:
+        if not grads:
             return apply(grads, trainable_variables)
         averaged = reduce_gradients(self, grads, trainable_variables, is_sum=is_sum)
         update(self, apply, averaged, trainable_variables)

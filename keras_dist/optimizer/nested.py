@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import private
+from keras_dist import mixin, private
 
 # Nobody keeps optimizers in a longer list; a user's data may be in one.
 _LONGEST = 1000
@@ -99,9 +99,10 @@ def nested_optimizers(optimizer: Any) -> list[Any]:
 def leaves(optimizer: Any) -> list[Any]:
     """Return the optimizers that update variables; their rate is the one to scale.
 
-    An optimizer with others inside and an `apply` of its own, as those of Keras have
-    it, lets the inner ones update: a rate that it has, too, is not scaled. Without such
-    an `apply`, it makes the updates, at its own rate: it is its own leaf.
+    An optimizer with others inside and an `apply` or `apply_gradients` of its own, as
+    those of Keras have it, lets the inner ones update: a rate that it has, too, is not
+    scaled. Without such a method, it makes the updates, at its own rate: it is its own
+    leaf.
     """
     found = _follow(optimizer, _list_delegates)
     return [o for o in found if not (_list_delegates(o) or isinstance(o, _MULTI))]
@@ -109,13 +110,14 @@ def leaves(optimizer: Any) -> list[Any]:
 
 def _list_delegates(optimizer: Any) -> list[Any]:
     """List the inner optimizers whose `apply` this one calls."""
-    owner = next(
-        cls
-        for cls in type(optimizer).__mro__
-        if "apply" in vars(cls) and not cls.__module__.startswith("keras_dist.")
-    )
-    is_plain = owner in keras.optimizers.Optimizer.__mro__
-    return [] if is_plain else inner_optimizers(optimizer)
+    return inner_optimizers(optimizer) if changes_updates(optimizer) else []
+
+
+def changes_updates(optimizer: Any) -> bool:
+    """Return True if a class has another `apply` or `apply_gradients` than Keras's."""
+    plain = keras.optimizers.Optimizer.__mro__
+    owners = (mixin.find_owner(optimizer, n) for n in ("apply", "apply_gradients"))
+    return any(owner not in plain for owner in owners)
 
 
 def _follow(optimizer: Any, step: Callable[[Any], list[Any]]) -> list[Any]:

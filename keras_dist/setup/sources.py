@@ -274,13 +274,15 @@ def warn_of_own_data(given: Mapping[str, Any], shard: str) -> None:
 def _warn_of_position(name: str, source: Source, before: list[str]) -> None:
     """Warn on the first rank if a sequence gives other batches when read again.
 
-    Each rank reads a part of the batches, and such data depends on those before.
+    Each rank reads a part of the batches, and such data depends on those before. A
+    collective: all ranks read it, so that it stays the same on all.
     """
-    if comm.rank() > 0:
-        return
     source.drop_looks()
-    again = source.fingerprint(comm.size())
-    if all(old != new for old, new in zip(before, again, strict=False)):
+    with comm.together():
+        again = source.fingerprint(comm.size())
+    if comm.rank() == 0 and all(
+        old != new for old, new in zip(before, again, strict=False)
+    ):
         warn(
             f"The first batches of the {name} data are others when they are read again,"
             " so they depend on what was read before, and each rank reads a part. "

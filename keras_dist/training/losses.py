@@ -61,7 +61,6 @@ def is_declared(model: Any) -> bool:
     losses = private.losses_in(compiled)
     return (
         all(is_keras_method(model, name) for name in methods)
-        and is_keras_method(model.optimizer, "apply_gradients")
         and (compiled is None or bool(losses))
         and all(map(_is_keras_layer, layers))
         and all(map(_computes_by_row, [model, *layers]))
@@ -93,13 +92,8 @@ def _computes_by_row(layer: Any) -> bool:
 
 
 def is_keras_method(owner: Any, name: str) -> bool:
-    """Return True if a class of Keras defines a method of an object.
-
-    Mixins of this package, which call it, are ignored.
-    """
-    modules = [cls.__module__ for cls in type(owner).__mro__ if name in vars(cls)]
-    modules = [name for name in modules if not name.startswith("keras_dist.")]
-    return bool(modules) and modules[0].startswith("keras.")
+    """Return True if a class of Keras defines a method of an object."""
+    return mixin.find_owner(owner, name).__module__.startswith("keras.")
 
 
 def find_declared_kind(loss: Any) -> str | None:

@@ -75,6 +75,25 @@ def test_gradients_of_a_tape_are_added_like_others():
     assert values == [0.0, -3 * ranks, -3 * ranks, -10 * ranks]
 
 
+def test_an_optimizer_that_clips_clips_the_average_of_the_batches():
+    """As its class is Horovod's, too, which averages in `apply_gradients`."""
+
+    class Clips(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars):
+            pairs = [(tf.clip_by_value(g, -1.0, 1.0), v) for g, v in grads_and_vars]
+            return super().apply_gradients(pairs)
+
+    for passes, expected in ((1, -2.5), (2, -2.0)):
+        weight = keras.Variable([0.0])
+        optimizer = hvd.DistributedOptimizer(
+            Clips(1.0), op=hvd.Sum, backward_passes_per_step=passes
+        )
+        for of_all in (4.0, 0.5, 1.0, 8.0):
+            gradient = of_all / hvd.size() + (hvd.rank() - (hvd.size() - 1) / 2)
+            optimizer.apply_gradients([(tf.constant([gradient]), weight)])
+        np.testing.assert_allclose(weight.numpy(), [expected - (passes == 1)])
+
+
 def test_sparse_gradients_of_batches_are_added():
     """Without `sparse_as_dense`, which Horovod needs for it."""
     table = keras.Variable(np.zeros((3, 2), "float32"))

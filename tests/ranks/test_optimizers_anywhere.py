@@ -16,7 +16,7 @@ from models import make_compiled
 
 import keras_dist
 from keras_dist.optimizer.attach import is_distributed
-from keras_dist.optimizer.nested import optimizers_of
+from keras_dist.optimizer.nested import leaves, optimizers_of
 
 pytestmark = [pytest.mark.several_ranks, pytest.mark.usefixtures("in_float64")]
 
@@ -197,6 +197,91 @@ def test_the_warmup_callback_scales_all_of_them(world):
     expected, _ = trained(keras.Model.fit, of_function, 0.1 * size, 4 * size, False)
     model, _ = trained(fit, of_function, 0.1, 4, False)
     assert_close(model.get_weights(), expected.get_weights(), 1e-10)
+
+
+class Clips(keras.optimizers.SGD):
+    """Clips in the outermost method that a class of a user's overrides."""
+
+    def clip(self, grads):
+        """The norm of all gradients of the global batch."""
+        return tf.clip_by_global_norm(grads, 0.3)[0]
+
+
+class ClipsPairs(Clips):
+    """Keras calls this method first."""
+
+    def apply_gradients(self, grads_and_vars, **more):
+        grads, variables = zip(*grads_and_vars, strict=True)
+        pairs = zip(self.clip(grads), variables, strict=True)
+        return super().apply_gradients(pairs, **more)
+
+
+class ClipsGradients(Clips):
+    """Then this one."""
+
+    def apply(self, grads, trainable_variables=None):
+        return super().apply(self.clip(grads), trainable_variables)
+
+
+class ClipsBoth(ClipsPairs, ClipsGradients):
+    """Averages once."""
+
+
+class ClipsLate(Clips):
+    """After Keras has added up the gradients of several batches."""
+
+    def _clip_gradients(self, grads):
+        return super()._clip_gradients(self.clip(grads))
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(tf.clip_by_norm(gradient, 0.2), variable, learning_rate)
+
+
+class Delegates(keras.optimizers.SGD):
+    """Updates by another one inside, at its rate."""
+
+    def __init__(self, inner):
+        super().__init__(9.0)
+        self.inside = inner
+
+    def apply_gradients(self, grads_and_vars):
+        self.inside.apply_gradients(grads_and_vars)
+
+
+CLIPS = [
+    (kind, accumulated, compiled)
+    for kind in (ClipsPairs, ClipsGradients, ClipsBoth, ClipsLate)
+    for accumulated in (None, 2)
+    for compiled in ({"run_eagerly": True}, {"jit_compile": True})
+]
+QUICK = [(0, 0), (0, 3), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulated", "compiled"),
+    shortened(CLIPS, [CLIPS[4 * kind + way] for kind, way in QUICK]),
+)
+def test_what_an_optimizer_changes_is_the_average(world, kind, accumulated, compiled):
+    """The ranks average before the outermost method that is not Keras's, and once."""
+
+    def make():
+        keras.utils.set_random_seed(2)
+        layers = [keras.layers.Dense(2, "tanh"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        optimizer = kind(0.1, gradient_accumulation_steps=accumulated)
+        model.compile(optimizer, "mse", **compiled)
+        return model
+
+    errors = DATA[1] * np.linspace(0.1, 9, 24)[:, None]
+    how = {"epochs": 2, "batch": "global", "tolerance": 1e-10, "factor": 2}
+    how["options"] = {"lr_scaling": 2.0}
+    assert_equals_one_process(make, (DATA[0], errors), 8, **how)
+
+
+def test_the_rate_that_counts_is_that_of_the_one_inside():
+    """Also if only `apply_gradients` hands gradients on to it."""
+    inner = ClipsPairs(0.1)
+    assert leaves(Delegates(inner)) == [inner] and leaves(inner) == [inner]
 
 
 def wrapped():

@@ -1,8 +1,10 @@
 """What is changed in Keras for the time of a fit is as before when the fit is over."""
 
 import contextlib
+import gc
 import re
 import signal
+import weakref
 from pathlib import Path
 
 import keras
@@ -102,3 +104,41 @@ def test_all_of_it_is_taken_back(rows, folder, moment):
     assert set(vars(model)) - names <= {"_traced_functions"} | of_keras
     assert not model.__dict__.get("stop_training", False) or moment
     model.fit(x, y, epochs=1, verbose=0)
+
+
+def fit_with_classes_of_its_own(x, y):
+    """Return a weak reference to what each class of the user's closes over."""
+    held = [type("Held", (), {})() for _ in range(5)]
+    of_model, of_layer, of_optimizer, of_metric, of_loss = held
+
+    class Model(keras.Sequential):
+        keeps = staticmethod(lambda: of_model)
+
+    class Layer(keras.layers.BatchNormalization):
+        keeps = staticmethod(lambda: of_layer)
+
+    class Optimizer(keras.optimizers.SGD):
+        keeps = staticmethod(lambda: of_optimizer)
+
+    class Metric(keras.metrics.Mean):
+        def update_state(self, y, p, sample_weight=None):
+            assert of_metric is not None
+            super().update_state(tf.reduce_mean(p))
+
+    class Loss(keras.losses.MeanSquaredError):
+        keeps = staticmethod(lambda: of_loss)
+
+    model = Model([Layer(synchronized=True), keras.layers.Dense(1)])
+    model.compile(Optimizer(0.1), Loss(), metrics=[Metric()], jit_compile=False)
+    keras_dist.dist_fit(model, x, y, batch_size=40, lr_scaling=2.0, verbose=0)
+    keras_dist.DistributedModel(model).evaluate(x, y, verbose=0)
+    return list(map(weakref.ref, held))
+
+
+@pytest.mark.several_ranks
+def test_classes_of_the_user_are_freed(rows):
+    """With all that they close over, as under `model.fit`."""
+    alive = fit_with_classes_of_its_own(*rows)
+    keras.backend.clear_session()
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 5
