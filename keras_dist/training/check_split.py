@@ -18,7 +18,7 @@ class Split:
 
     Args:
         kinds: For each update of the step, what its gradients are over rows: "mean",
-            "sum" or "neither".
+            "sum" or "neither"; "not seen yet" if they were 0.
         weights: For each weight, the relative difference of the gradient that several
             ranks would apply; 0.01 is 1 %. Empty if the step is random, so that rows
             were repeated instead.
@@ -32,7 +32,7 @@ class Split:
     @property
     def is_exact(self) -> bool:
         """True if several ranks make the updates of one process."""
-        return "neither" not in self.kinds
+        return set(self.kinds) <= {"mean", "sum"}
 
     def __str__(self) -> str:
         width = max(map(len, self.weights), default=0)
@@ -80,11 +80,13 @@ def check_split(
             build.start(model, session, data, own_step, is_eager=model.run_eagerly)
             for optimizer in optimizers_of(model):
                 stack.enter_context(attach_to(optimizer))
-            found = trial.try_alone(model, own_step, data)
+            found = trial.try_alone(trial.Runner(model, own_step), data)
     if found.reason:
         raise ValueError(f"`check_split` cannot try this train step: {found.reason}.")
-    kinds = tuple(kind or "mean" for kind in found.updates)
+    kinds = tuple(kind or trial.NOT_SEEN for kind in found.updates)
     notes = [batch_norm.explain_unsynchronized(model).strip()]
     notes += state_trial.describe(found.states)
+    if unseen := found.describe_unseen():
+        notes.append(f"{unseen}, {trial.NOT_SEEN}: try another batch.")
     weights = dict(sorted(found.weights.items()))
     return Split(kinds, weights, tuple(filter(None, notes)))

@@ -16,7 +16,7 @@ from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import StopRequest
 from keras_dist.training.metric_state import MetricState, read_state, record_starts
 from keras_dist.training.metrics import UpdateCounts, list_own_metrics
-from keras_dist.training.trial import Trial
+from keras_dist.training.trial import Runner, Trial
 
 
 def _counter(value: Any) -> tf.Variable:
@@ -111,6 +111,7 @@ class TracedFunctions:
         rows_seen: Since the metrics were reset: batches, rows, rows of the last batch.
         trial: What the trial of the step found, since the model was compiled; `None`
             if it has to be tried.
+        runner: What tries it, if that has to be tried again.
         global_rows: Rows of all ranks in the first step that was traced.
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
@@ -123,6 +124,7 @@ class TracedFunctions:
         self.options: Any = None
         self.is_split = False
         self.trial: Trial | None = None
+        self.runner: Runner | None = None
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
         self.position, self._steps = _counter([0, 0, 0]), _counter(0)
@@ -164,6 +166,8 @@ class TracedFunctions:
     def use_trial(self, trial: Trial | None, global_rows: int | None = None) -> None:
         """Set what the steps are traced with; `None` if they have to be tried."""
         self.trial, self.global_rows = trial, global_rows
+        if trial is None or not trial.is_unseen:
+            self.runner = None
 
     def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
@@ -218,6 +222,8 @@ class Session:
             has changed: copies of weights to all ranks, scaled rates.
         has_started: Whether everything is built and copied in this fit.
         has_run: Whether the model's own train step has begun in this fit.
+        calls: How often the train function was called in this fit.
+        first_call: The first of these in this epoch.
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
         validation: The data on which Keras's loop evaluates.
@@ -241,6 +247,8 @@ class Session:
     hooks: list[Callable[[], None]] = field(default_factory=list)
     has_started: bool = False
     has_run: bool = False
+    calls: int = 0
+    first_call: int = 1
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
     validation: Feed = Feed(data=None)
@@ -282,6 +290,7 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the position of the next step, begin an epoch."""
+        self.first_call = self.calls + 1
         step = self.feed.begin_epoch(epoch)
         if self.feed.division is not None:
             self._set_position(self.feed.division, self.feed.division.span(step)[1])
@@ -346,6 +355,16 @@ class Session:
         # All of its batches may have been copies.
         has_rows = has_rows and (rows > 0 or not steps)
         return UpdateCounts(rows, steps, last_rows, has_rows)
+
+    def may_try_again(self) -> bool:
+        """Return True if the step has to be tried on the next batch; on all ranks.
+
+        The first batch of an epoch may have zeros where a later one has none. So may
+        all batches for ever: the tries become rare.
+        """
+        trial, calls = self.traced.trial, self.calls
+        is_due = calls == self.first_call or not calls & (calls - 1)
+        return is_due and trial is not None and trial.is_unseen
 
     def reset_rows_trained(self) -> None:
         """Count from 0 again: an epoch begins."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -99,11 +100,14 @@ class DistributedStep(PredictsAlone):
         function = self.train_function
 
         def train(iterator: Any) -> Any:
-            if _needs_batch(self):
+            needs_batch, session.calls = _needs_batch(self), session.calls + 1
+            if needs_batch or session.may_try_again():
                 count = self.steps_per_execution
                 batches, iterator = build.read_first(iterator, count)
                 if batches:
-                    _start(self, batches[0])
+                    (_start if needs_batch else _try_again)(self, batches[0])
+                if self.train_function is not train:
+                    return self.train_function(iterator)
             with explain_updates():
                 return function(iterator)
 
@@ -322,12 +326,30 @@ def _start(model: Any, data: Any) -> None:
     is_averaged = comm.size() > 1 and averages(model)
     result = session.traced.trial
     if result is None and is_averaged and not losses.is_declared(model):
-        result = trial.try_step(model, own_step, data)
+        session.traced.runner = trial.Runner(model, own_step)
+        result = trial.try_step(session.traced.runner, data)
         trial.warn(model, result)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {result}")
     global_rows = int(comm.sum(int(num_rows(data))))
     session.traced.use_trial(result or trial.Trial(), global_rows)
+
+
+def _try_again(model: Any, data: Any) -> None:
+    """Try the step again if a loss, or gradients, have been 0; all ranks call this."""
+    session = session_of(model)
+    before = session.traced.trial
+    assert before is not None  # it has something that was not seen
+    runner = session.traced.runner or trial.Runner(model, own_train_step(model))
+    data, _ = session.split_mark(data)
+    found = before.add(trial.try_step(runner, data))
+    if str(found) != str(before):  # both with the seconds of the first
+        trial.warn(model, replace(found, states=()))
+        if session.is_verbose and comm.rank() == 0:
+            say(f"gradients: {found}")
+    session.traced.use_trial(found, session.traced.global_rows)
+    if found.kinds != before.kinds:
+        model.make_train_function(force=True)
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:

@@ -10,6 +10,10 @@ Numbers that can be multiplied by themselves are tried in the same runs, by thei
 values: losses of `compile` and of `add_loss`, `Mean` trackers, and what the step logs.
 Those that come later are tried after those before them are right (`_LEVELS`).
 
+What is 0 hides its kind, as a loss whose weight begins at 0. So the step is also tried
+with other values of scalar variables that are 0; and what was 0 nevertheless is not
+seen yet, and tried again on later batches.
+
 In a trial, `Dropout` and its kin are off, and `BatchNormalization` uses the statistics
 of the whole batch. A step that draws random numbers otherwise is tried with rows that
 are repeated: that multiplies a sum, and not a mean. Afterwards all variables have the
@@ -53,6 +57,9 @@ from keras_dist.training.state_trial import (
     read_state,
 )
 
+# The kind of gradients that were 0.
+NOT_SEEN = "not seen yet"
+
 # In the order in which they depend on one another.
 _LEVELS = ("loss", "compute", "tracker", "log")
 
@@ -61,6 +68,10 @@ _MOST_ELEMENTS, _MOST_SPARSE_ROWS = 2**14, 512
 
 # Gradients, and numbers, are equal if they differ by less, of the whole: rounding.
 _TOLERANCE, _TOLERANCE_OF_NUMBERS, _TOLERANCE_IN_HALF = 2e-3, 1e-4, 5e-2
+
+# Values in place of scalars that are 0: weights, and counters, of which a step may use
+# the remainder.
+_NOT_ZERO, _NOT_ZERO_INTEGER = 1.0, 10_007
 
 # How often rows are repeated where a step is random, and how often that is run.
 _TIMES, _RUNS = 4, 4
@@ -97,6 +108,7 @@ class Trial:
             that are sent for it in a step.
         weights: For each weight, by how much its gradient differs.
         states: Metrics and other state that the parts do not add up to.
+        nonzero: Variables that were 0, and had another value where gradients differed.
         reason: Why the step was not tried; "" if it was.
         seconds: How long it took.
     """
@@ -106,6 +118,7 @@ class Trial:
     gatherable: dict[Site, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     states: Sequence[StateDifference] = ()
+    nonzero: Sequence[str] = ()
     reason: str = ""
     seconds: float = 0.0
 
@@ -124,16 +137,47 @@ class Trial:
         sites = sorted(site for site in self.found if site[0] == "apply")
         return [self.found[site] for site in sites]
 
+    @property
+    def is_unseen(self) -> bool:
+        """True if something was 0, or not finite, so that it has to be tried again."""
+        return None in self.found.values()
+
+    def describe_unseen(self) -> str:
+        """Say which losses were 0; "" if none were."""
+        unseen = [s for s, k in self.found.items() if k is None and s[0] == "loss"]
+        return f"{len(unseen)} loss{'es' * (len(unseen) > 1)} of 0" if unseen else ""
+
+    def add(self, other: "Trial") -> "Trial":
+        """Return what this trial and another one of the same step have found."""
+        if other.reason or len(other.updates) != len(self.updates):
+            return self
+        both = self.found, other.found
+        is_new = "neither" in other.updates and "neither" not in self.updates
+        paths = [*self.weights, *other.weights]
+        return replace(
+            self,
+            found={s: _join_kinds(f.get(s) for f in both) for s in both[0] | both[1]},
+            difference=max(self.difference, other.difference),
+            gatherable={**self.gatherable, **other.gatherable},
+            weights={
+                p: max(self.weights.get(p, 0.0), other.weights.get(p, 0.0))
+                for p in paths
+            },
+            nonzero=other.nonzero if is_new else self.nonzero,
+        )
+
     def __str__(self) -> str:
         if self.reason:
             return f"not tried, taken for a mean over rows: {self.reason}"
+        names = {None: NOT_SEEN, "neither": "neither mean nor sum"}
         parts = [
-            f"neither mean nor sum ({_percent(self.difference)})"
-            if kind == "neither"
-            else f"{kind} over rows"
+            names.get(kind, f"{kind} over rows")
+            + f" ({_percent(self.difference)})" * (kind == "neither")
             for kind in self.updates
         ]
         text = "; ".join(parts)
+        if unseen := self.describe_unseen():
+            text += f", with {unseen}, {NOT_SEEN}"
         if summed := sum(level == "loss" for level, _ in self.kinds.sums):
             text += f", with {summed} summed loss{'es' * (summed > 1)}"
         if gathered := self.kinds.gathered:
@@ -159,16 +203,17 @@ class Run:
     state: State
 
 
-def try_step(model: Any, step: Callable[[Any], Any], data: Any) -> Trial:
-    """Try a train step on this rank's first batch; all ranks call this."""
+def try_step(runner: "Runner", data: Any) -> Trial:
+    """Try a train step on a batch of this rank; all ranks call this."""
     begin = time.monotonic()
     reason = next(filter(None, comm.gather(explain_untriable(data))), "")
-    found = Trial(reason=reason) if reason else try_alone(model, step, data)
+    found = Trial(reason=reason) if reason else try_alone(runner, data)
     return replace(_join(comm.gather(found)), seconds=time.monotonic() - begin)
 
 
-def try_alone(model: Any, step: Callable[[Any], Any], data: Any) -> Trial:
+def try_alone(runner: "Runner", data: Any) -> Trial:
     """Try a step on this rank alone; an error is the reason why it was not tried."""
+    model = runner.model
     seeds = [v for v in list_variables(model) if _is_seed(v)]
     try:
         with (
@@ -178,7 +223,7 @@ def try_alone(model: Any, step: Callable[[Any], Any], data: Any) -> Trial:
             # The ranks may make different numbers of runs.
             comm.without_collectives("the step calls a collective"),
         ):
-            return _Runner(model, step, data).find()
+            return runner.find(data)
     except Exception as error:  # whatever a user's step raises on fewer rows
         return Trial(reason=summarize(error))
     finally:
@@ -217,9 +262,11 @@ def warn(model: Any, trial: Trial) -> None:
     if "neither" not in trial.updates:
         return
     worst = sorted(trial.weights, key=lambda path: -trial.weights[path])[:3]
+    names = ", ".join(trial.nonzero)
     lines.warn(
         f"{explain_unsynchronized(model)}"
-        "The train step was tried on two parts of its first batch: the mean of their "
+        "The train step was tried on two parts of its first batch"
+        f"{f', with {names} not 0' * bool(names)}: the mean of their "
         "gradients differs from the gradient of the whole by "
         f"{_percent(trial.difference)} (most: {', '.join(worst)}), and so does their "
         "sum. The ranks average their gradients as if the loss were a mean over rows, "
@@ -288,25 +335,26 @@ class TrialRun:
         return value
 
 
-class _Runner:
+class Runner:
     """Runs a train step on parts of a batch, and takes back what it does.
 
     In a graph the step is traced for the whole batch, and for any part of it; for parts
     once more if a number has to be multiplied. Without a graph, variables outside of
     the model and TensorFlow's random numbers could not be put back.
+
+    Args:
+        model: The model.
+        step: Its own train step.
     """
 
-    def __init__(self, model: Any, step: Callable[[Any], Any], data: Any) -> None:
-        self._model, self._step, self._data = model, step, data
-        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        self._leaves = [
-            leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-            for leaf in leaves
-        ]
-        self._rows = int(self._leaves[0].shape[0])
+    def __init__(self, model: Any, step: Callable[[Any], Any]) -> None:
+        self.model, self._step, self._data = model, step, None
+        self._leaves: list[Any] = []
+        self._rows = 0
         self._kinds = LossKinds()
         self._functions: dict[Any, Any] = {}
         self._is_of_fixed_rows = False
+        self._zeros: list[Any] | None = None
         # Of the last run, or trace:
         self._sites: list[Site] = []
         self._gatherable: dict[Site, float] = {}
@@ -317,11 +365,32 @@ class _Runner:
         if any(layer.compute_dtype in halves for layer in private.layers_of(model)):
             self._tolerances = _TOLERANCE_IN_HALF, _TOLERANCE_IN_HALF
 
-    def find(self) -> Trial:
+    def find(self, data: Any) -> Trial:
+        """Try the step on a batch: as it is, and with no scalar variable at 0."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        self._data, self._zeros = data, None
+        self._leaves = [
+            leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+            for leaf in leaves
+        ]
+        self._rows = int(self._leaves[0].shape[0])
+        found = self._compare_parts()
+        zeros: list[Any] = self._zeros or []
+        if zeros:
+            with preserve_variables(zeros), contextlib.suppress(Exception):
+                for variable in zeros:
+                    is_float = variable.dtype.is_floating
+                    variable.assign(_NOT_ZERO if is_float else _NOT_ZERO_INTEGER)
+                names = [variable.name.partition(":")[0] for variable in zeros]
+                found = found.add(replace(self._compare_parts(), nonzero=names))
+        return found
+
+    def _compare_parts(self) -> Trial:
         """Compare the whole batch with two parts, which are not equally long."""
-        before = len(stateful_metrics(self._model.metrics))
+        self._kinds = LossKinds()
+        before = len(stateful_metrics(self.model.metrics))
         whole = self._run(self._leaves)
-        if len(stateful_metrics(self._model.metrics)) > before:
+        if len(stateful_metrics(self.model.metrics)) > before:
             whole = self._run(self._leaves)  # with the metrics that it has made
         if not whole.gradients:
             return Trial()
@@ -368,7 +437,7 @@ class _Runner:
             if others[0] != updates:
                 numbers |= doubted
                 updates, difference, weights = others
-        runs = self._model, whole.state, [part.state for part in parts], fractions
+        runs = self.model, whole.state, [part.state for part in parts], fractions
         states = compare_metrics(*runs) + compare_weights(*runs)
         if (states or "neither" in updates.values()) and self._is_random(whole):
             return self._find_by_repeating()
@@ -490,33 +559,52 @@ class _Runner:
     ) -> Run:
         """Run the step on rows, and put back what it changes but random generators."""
         function, others = self._step_on, []
-        if not self._model.run_eagerly:
+        if not self.model.run_eagerly:
             function = self._trace_for(leaves, shared)
-            kept = {id(variable.value) for variable in list_variables(self._model)}
+            kept = {id(variable.value) for variable in list_variables(self.model)}
             # What the model does not keep.
             others = [v for v in function.graph.variables if id(v) not in kept]
-        variables = [*list_variables(self._model), *others]
-        metrics = stateful_metrics(self._model.metrics)
+        variables = [*list_variables(self.model), *others]
+        if self._zeros is None:
+            self._zeros = self._find_zeros(function)
+        metrics = stateful_metrics(self.model.metrics)
         with (
             preserve_variables([v for v in variables if not _is_seed(v)]) as before,
             preserve_metrics(metrics),
         ):
             for metric in metrics:
                 set_state(metric, read_metric(metric))  # a copy
-            for found in optimizers_of(self._model):
+            for found in optimizers_of(self.model):
                 if isinstance(found, keras.optimizers.LossScaleOptimizer):
                     scale = found.dynamic_scale
                     scale.assign(tf.minimum(scale, _LOSS_SCALE))
             gradients, numbers, shared = function(
                 leaves, tf.constant(begin), tf.constant(fraction, tf.float64), shared
             )
-            state = read_state(self._model)
+            state = read_state(self.model)
             outside = set(map(id, others))
             changed = [v for v, old in before if id(v) in outside and differs(v, old)]
-            self._strays = name_strays(self._model, changed)
+            self._strays = name_strays(self.model, changed)
         self._sites = list(numbers)
         gradients = keras.tree.map_structure(np.array, gradients)
         return Run(gradients, {s: float(n) for s, n in numbers.items()}, shared, state)
+
+    def _find_zeros(self, function: Any) -> list[Any]:
+        """List the scalars that the step reads, and that are 0, but for metrics."""
+        if self.model.run_eagerly:
+            read = [variable.value for variable in self.model.variables]
+        else:
+            read = list(function.graph.variables)
+        metrics = stateful_metrics(self.model.metrics)
+        ignored = {id(v.value) for metric in metrics for v in metric.variables}
+        return [
+            v
+            for v in read
+            if id(v) not in ignored
+            and v.shape.rank == 0
+            and (v.dtype.is_floating or v.dtype.is_integer)
+            and not v.numpy()
+        ]
 
     def _trace_for(self, leaves: list[Any], shared: Any) -> Any:
         """Return the step traced for any number of rows, or else for these."""
@@ -558,7 +646,7 @@ class _Runner:
             trial=run,
         )
         with step_context.enter(context), step_context.run_inline():
-            split_step(self._model, self._step, self._kinds)(data)
+            split_step(self.model, self._step, self._kinds)(data)
         self._has_gathered = run.has_gathered
         self._gatherable = {
             site: found * global_rows / 2**20 for site, found in run.gatherable.items()
@@ -590,13 +678,9 @@ def _join(trials: Sequence[Trial]) -> Trial:
     if len({len(trial.updates) for trial in every}) > 1 or not every[0].updates:
         return Trial(reason="its step does not make the same updates in each run")
 
-    def join(kinds: Iterable[str | None]) -> str:
-        known = {kind for kind in kinds if kind is not None}
-        return known.pop() if len(known) == 1 else "neither" if known else "mean"
-
     sites = {site for trial in every for site in trial.found}
     found: dict[Site, str | None] = {
-        site: join(trial.found.get(site) for trial in every) for site in sites
+        site: _join_kinds(trial.found.get(site) for trial in every) for site in sites
     }
     gatherable = set.intersection(*(set(trial.gatherable) for trial in every))
     for site in gatherable & sites:
@@ -610,7 +694,13 @@ def _join(trials: Sequence[Trial]) -> Trial:
         {site: max(trial.gatherable[site] for trial in every) for site in gatherable},
         {p: max(trial.weights.get(p, 0.0) for trial in every) for p in sorted(paths)},
         [states[key] for key in sorted(states)],
+        sorted({name for trial in every for name in trial.nonzero}),
     )
+
+
+def _join_kinds(kinds: Iterable[str | None]) -> str | None:
+    known = {kind for kind in kinds if kind is not None}
+    return known.pop() if len(known) == 1 else "neither" if known else None
 
 
 def _kind(size: float, of_mean: float, of_sum: float, tolerance: float) -> str | None:

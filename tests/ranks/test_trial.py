@@ -257,3 +257,93 @@ def test_what_cannot_be_tried_is_an_error_with_the_reason(way, count, reason):
     """As every error of the user's step, also one without a message; and one row."""
     with pytest.raises(ValueError, match=reason):
         keras_dist.check_split(make(way), X[:count], Y[:count])
+
+
+class Annealed(keras.Sequential):
+    """A mean, and a sum whose weight is 0 in the first batches."""
+
+    way, weight, scale = "", None, 0.0
+
+    def call(self, x, training=False):
+        """The regularizer's sum over rows, in most ways."""
+        p = super().call(x)
+        if self.way in ("variable", "vector", "counter", "number"):
+            weight = {"number": self.scale}.get(self.way, self.weight)
+            weight = tf.reduce_sum(tf.cast(weight, p.dtype)) / 100
+            self.add_loss(tf.minimum(weight, 0.1) * tf.reduce_sum(tf.square(p)))
+        if self.way == "rows":  # those of the first batches are 0
+            self.add_loss(tf.reduce_sum(tf.square(x) * p) / 9)
+        if self.way == "counter" and training:
+            self.weight.assign_add(1)
+        return p
+
+    def train_step(self, data):
+        """In one way, the step adds both by itself."""
+        if self.way not in ("mixed", "marked"):
+            return super().train_step(data)
+        x, y = data
+        with tf.GradientTape() as tape:
+            p = self(x)
+            added = tf.reduce_sum(tf.square(p))
+            if self.way == "marked":
+                added = keras_dist.sum_over_rows(added)
+            loss = tf.reduce_mean(tf.square(y - p)) + self.weight / 100 * added
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"loss": loss}
+
+
+class Anneals(keras.callbacks.Callback):
+    """Changes the weight: at once if it is one number, else in the second epoch."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1 and self.model.way in ("variable", "mixed", "marked"):
+            self.model.weight.assign(1.0)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.scale = float(epoch)
+        if self.model.way == "vector":
+            self.model.weight.assign([epoch, 0])
+
+
+UNSEEN = ["variable", "vector", "counter", "rows", "number", "mixed", "marked"]
+
+
+@pytest.mark.parametrize(
+    "way", shortened(UNSEEN, {"variable", "vector", "rows", "mixed"})
+)
+def test_a_sum_that_begins_at_zero_is_found(world, way):
+    """Before it counts, if a variable is all that hides it; else when it is seen."""
+
+    def make(way=way):
+        keras.utils.set_random_seed(3)
+        model = Annealed([keras.Input((3,)), keras.layers.Dense(1)])
+        how = {"name": "weight", "trainable": False, "dtype": "float64"}
+        values = {"vector": [0.0, 0.0], "counter": np.zeros((), "int64")}
+        how["dtype"] = "int64" if way == "counter" else "float64"
+        model.way, model.weight = way, keras.Variable(values.get(way, 0.0), **how)
+        model.compile("sgd", "mse", jit_compile=False, run_eagerly=way == "number")
+        return model
+
+    x = X.copy()
+    x[:8] *= way != "rows"
+    if way in ("vector", "rows"):
+        split = keras_dist.check_split(make(), x[:8], Y[:8])
+        assert "1 loss of 0, not seen yet" in str(split)
+    how = {"batch": "global", "epochs": 3, "callbacks": [Anneals()]}
+    with warned("with weight not 0: the mean of their gradients differs") as texts:
+        if way == "mixed":
+            keras_dist.dist_fit(make(), x, Y, batch_size=8, verbose=0, **how)
+        else:
+            plain = {"plain_make": lambda: make("mixed")} if way == "marked" else {}
+            assert_equals_one_process(make, (x, Y), 8, tolerance=1e-10, **how, **plain)
+    assert len(texts) == (way == "mixed" and world.rank == 0), texts
+
+
+def test_gradients_of_zero_are_not_seen():
+    """They are no mean."""
+    model = make("")
+    model.layers[-1].kernel.assign(np.zeros((4, 1)))
+    split = keras_dist.check_split(model, X, np.zeros((48, 1)))
+    assert split.kinds == ("not seen yet",) and not split.is_exact
