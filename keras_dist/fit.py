@@ -137,6 +137,7 @@ def dist_fit(
     return train(given.pop("model"), given, options)
 
 
+@comm.raise_on_all()
 def train(
     model: Any,
     given: dict[str, Any],
@@ -152,12 +153,11 @@ def train(
         loop: Keras's own `fit` of the model. Default: the model's, which may prepare
             the data and then call Keras's own.
     """
-    with comm.together():
-        check_model(model)
-        most_mib()
-        options = options.resolve()
-        data = sources.make_sources(given, options.shard)
-        given = given | data
+    check_model(model)
+    most_mib()
+    options = options.resolve()
+    data = sources.make_sources(given, options.shard)
+    given = given | data
     with draws.enter_fit(comm.broadcast(draws.get_states())):
         return _train_on_data(model, given, options, loop)
 
@@ -177,15 +177,13 @@ def _train_on_data(
     if loop is not None:  # the script is one for one process
         sources.warn_of_own_data(compared, options.shard)
     with open_checkpoints(options, spec) as resumed:
-        with comm.together():
-            setup = prepare(model, given, options, resumed.spec if resumed else spec)
+        setup = prepare(model, given, options, resumed.spec if resumed else spec)
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(data)
         if comm.rank() == 0 and given["verbose"] != 0:
             show(draw_box(f"keras_dist {__version__}", setup.plan))
         with (
-            comm.explain_errors(),
             train_on_all(
                 model,
                 setup.training,
@@ -197,7 +195,6 @@ def _train_on_data(
         ):
             session.is_verbose = given["verbose"] != 0
             with (
-                session.raise_on_all(),
                 _draw_own_numbers(setup, options),
                 saving(resumed, setup) as arguments,
                 autolog_once(),
@@ -281,6 +278,7 @@ def _takes_data(method: Callable[..., Any]) -> bool:
     return "x" in parameters or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
+@comm.raise_on_all()
 def evaluate(
     model: Any,
     given: dict[str, Any],
@@ -290,20 +288,18 @@ def evaluate(
     """Evaluate as `DistributedModel.evaluate`, of which `given` are the arguments."""
     if comm.size() == 1:
         return run_loop(model, "evaluate", given, loop)
-    with comm.together():
-        check_model(model)
-        options = options.resolve()
-        names = ("x", "y", "sample_weight")
-        pieces = {name: lists_to_arrays(given[name]) for name in names}
-        pieces["x"] = sources.make_source(pieces["x"], options.shard)
+    check_model(model)
+    options = options.resolve()
+    names = ("x", "y", "sample_weight")
+    pieces = {name: lists_to_arrays(given[name]) for name in names}
+    pieces["x"] = sources.make_source(pieces["x"], options.shard)
     feed = _make_feed(model, "validation", pieces, given, options)
     arguments = given | feed.arguments | {"steps": feed.keras_steps}
     callbacks = flatten_callbacks(given["callbacks"])
     arguments["callbacks"] = on_this_rank(callbacks) or None
     if comm.rank() > 0:
         arguments["verbose"] = 0
-    on_all_ranks = evaluate_on_all(model, feed)
-    with comm.explain_errors(), on_all_ranks, raise_own_errors([feed]):
+    with evaluate_on_all(model, feed), raise_own_errors([feed]):
         return run_loop(model, "evaluate", arguments, loop)
 
 
@@ -355,7 +351,7 @@ def predict(
         return predict_rows(x.data if is_source else x, steps)
     pieces = {"x": x, "y": None, "sample_weight": None}
     feed = _make_feed(model, "predicted", pieces, given, options)
-    with comm.explain_errors(), raise_own_errors([feed]):
+    with raise_own_errors([feed]):
         if is_source and not x.is_same:
             return predict_rows(feed.data, steps)
         if mixin.has(model, DistributedStep):

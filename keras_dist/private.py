@@ -39,6 +39,9 @@ METRICS = "_metrics"
 # `Model`: the epoch at which `fit` begins, as `BackupAndRestore` sets it.
 INITIAL_EPOCH = "_initial_epoch"
 
+# The file from which TensorFlow calls functions of Python.
+_PY_FUNCTIONS = "tensorflow/python/ops/script_ops.py"
+
 # `Callback`: the attribute that its property `model` returns.
 CALLBACK_MODEL = "_model"
 
@@ -103,6 +106,12 @@ def is_in_fit(model: Any = None) -> bool:
         isinstance(found, keras.Model) if model is None else found is model
         for found in running
     )
+
+
+def is_in_py_function() -> bool:
+    """Return True if TensorFlow has called this, as it does to read data."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(frame.f_code.co_filename.endswith(_PY_FUNCTIONS) for frame in frames)
 
 
 def compiled_parts(model: Any) -> tuple[Any, Any]:

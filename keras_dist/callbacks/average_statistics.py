@@ -60,16 +60,12 @@ class AverageStatistics(keras.callbacks.Callback):
         self._has_changed = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # A rank that cannot open its validation data raises its error in this exchange.
-        with comm.together():
-            pass
         self._synchronize()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         self._has_changed = True  # a layer may change its state in evaluations, too
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session_of(self.model).begin_steps()
         self._synchronize()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data.feed import Feed, own_error
-from keras_dist.errors import is_known
+from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import StopRequest
 from keras_dist.training.metric_state import MetricState, read_state, record_starts
@@ -230,8 +229,6 @@ class Session:
         averages: Whether the state of metrics is summed over all ranks.
         next_evaluation: What `Model.evaluate` evaluates on when it is called next.
         evaluation: The data of the evaluation that is running; `None` in a training.
-        is_awaited: Whether the other ranks wait for this one in an exchange in which
-            it can tell them an error.
         rows_restored: Rows of this epoch that the process before a resume trained on.
         on_compile: What is called when a callback has compiled the model once more.
         before_predict: Synchronizes statistics before all ranks predict in this fit.
@@ -255,7 +252,6 @@ class Session:
     averages: bool = False
     next_evaluation: Feed = ALONE
     evaluation: Feed | None = None
-    is_awaited: bool = False
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
     before_predict: Callable[[], None] = lambda: None
@@ -393,17 +389,6 @@ class Session:
             return False
         return self.evaluation is not ALONE
 
-    def begin_steps(self) -> None:
-        """Note that steps come, or an evaluation, in which the others wait for it."""
-        self.is_awaited = self.evaluation is not None and self.evaluation is not ALONE
-
-    def end_steps(self) -> None:
-        """Note that Keras's loop has its result over all ranks.
-
-        A training may open its validation data then, and an evaluation is over.
-        """
-        self.is_awaited = self.evaluation is None
-
     @contextlib.contextmanager
     def enter_evaluation(self, is_of_fit: bool = False) -> Iterator[None]:
         """Context manager for an evaluation by Keras's own loop.
@@ -412,15 +397,17 @@ class Session:
             is_of_fit: Whether the loop of `Model.fit` calls it.
         """
         evaluation = self.validation if is_of_fit else self.next_evaluation
-        before = self.evaluation, self.is_awaited, self.next_evaluation
-        self.evaluation, self.is_awaited = evaluation, evaluation is not ALONE
+        before = self.evaluation, self.next_evaluation
+        self.evaluation = evaluation
         self.next_evaluation = ALONE  # of a callback
         try:
-            with self.raise_on_all():
+            if self.runs_on_all():
+                with self.raise_on_all():
+                    yield
+            else:
                 yield
         finally:
-            self.evaluation, self.is_awaited, self.next_evaluation = before
-            self.is_awaited &= evaluation is ALONE
+            self.evaluation, self.next_evaluation = before
 
     @contextlib.contextmanager
     def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
@@ -443,15 +430,9 @@ class Session:
 
     @contextlib.contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Context manager whose error is also raised on ranks that wait for it."""
-        try:
+        """Context manager whose error, or that of its data, is raised on all ranks."""
+        with comm.raise_on_all(), raise_own_errors(self.feeds):
             yield
-        except Exception as error:
-            is_told = is_known(error) or not (self.is_awaited and self.averages)
-            if comm.size() > 1 and not is_told:
-                with comm.together():
-                    raise own_error(self.feeds, error)  # noqa: B904 - as it was
-            raise
 
 
 def session_of(model: Any) -> Session:

@@ -100,15 +100,16 @@ class DistributedStep(PredictsAlone):
         function = self.train_function
 
         def train(iterator: Any) -> Any:
-            needs_batch, session.calls = _needs_batch(self), session.calls + 1
-            if needs_batch or session.may_try_again():
-                count = self.steps_per_execution
-                batches, iterator = build.read_first(iterator, count)
-                if batches:
-                    (_start if needs_batch else _try_again)(self, batches[0])
-                if self.train_function is not train:
-                    return self.train_function(iterator)
-            with explain_updates():
+            session = session_of(self)  # of this fit, whose data the next must not hold
+            with session.raise_on_all(), explain_updates():
+                needs_batch, session.calls = _needs_batch(self), session.calls + 1
+                if needs_batch or session.may_try_again():
+                    count = self.steps_per_execution
+                    batches, iterator = build.read_first(iterator, count)
+                    if batches:
+                        (_start if needs_batch else _try_again)(self, batches[0])
+                    if self.train_function is not train:
+                        return self.train_function(iterator)
                 return function(iterator)
 
         self.train_function = train
@@ -141,7 +142,6 @@ class DistributedStep(PredictsAlone):
     def reset_metrics(self: Any) -> None:
         session = self._distributed_session
         session.traced.rows_seen.assign([0, 0, 0])
-        session.begin_steps()
         with session.traced.record_reset(self):
             super().reset_metrics()  # type: ignore[misc]
 
@@ -153,9 +153,7 @@ class DistributedStep(PredictsAlone):
         session = self._distributed_session
         if comm.size() == 1 or not session.runs_on_all():
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
-        results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
-        session.end_steps()
-        return results
+        return _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
 
     @property
     def stop_training(self: Any) -> bool:
