@@ -23,7 +23,7 @@ from keras_dist.data.arrays import is_arrays, lists_to_arrays
 from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source
-from keras_dist.lines import find_caller, show
+from keras_dist.lines import find_caller, say, show
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.plan import draw_box
@@ -181,8 +181,8 @@ def _train_on_data(
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(data)
-        if comm.rank() == 0 and given["verbose"] != 0:
-            show(draw_box(f"keras_dist {__version__}", setup.plan))
+        if comm.rank() == 0:
+            _show_plan(setup.plan, is_shown=given["verbose"] != 0)
         with (
             train_on_all(
                 model,
@@ -200,6 +200,19 @@ def _train_on_data(
                 autolog_once(),
             ):
                 return run_loop(model, "fit", arguments, loop)
+
+
+_shown_sizes: set[int] = set()  # numbers of ranks that the script was told
+
+
+def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
+    """Show the plan; else one line, the first time, with the number of ranks."""
+    title, size = f"keras_dist {__version__}", comm.size()
+    if is_shown:
+        show(draw_box(title, lines))
+    elif size > 1 and size not in _shown_sizes:
+        say(f"{title}: fit runs on {size} ranks")
+    _shown_sizes.add(size)
 
 
 @contextlib.contextmanager

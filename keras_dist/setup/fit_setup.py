@@ -143,17 +143,18 @@ def prepare(
     averaging = averaging_of(model)
     if options.batch == "global" and any(each.op != "average" for each in averaging):
         raise ValueError(
-            'batch="global" gives the model of one process, and a sum of gradients '
-            'depends on the number of ranks. Received: batch="global" and an optimizer '
-            'made by DistributedOptimizer(…, op="sum"). Leave one out.'
+            "All ranks share each batch, as one process would train, and a sum of "
+            "gradients depends on the number of ranks. Received: an optimizer made by "
+            'DistributedOptimizer(…, op="sum"), and batch="global", as `distribute()` '
+            "passes it. Leave one out."
         )
     world = comm.init()
     stateful = [e.name for e in private.layers_of(model) if getattr(e, "stateful", 0)]
     if options.batch == "global" and world.size > 1 and stateful:
         raise ValueError(
-            "A stateful layer keeps a state for each row of the batch, and with "
-            'batch="global" each rank has some of the rows. Received: batch="global" '
-            f"on {world.size} ranks, and layers with stateful=True: {stateful}. Pass "
+            "A stateful layer keeps a state for each row of the batch, and each rank "
+            f"has some of the rows. Received: {world.size} ranks, and layers with "
+            f"stateful=True: {stateful}. Call `dist_fit` with "
             'batch="rank", shuffle=False and a `batch_shape` of one rank\'s rows.'
         )
     callbacks, options, steps = _take_over_warmup(given["callbacks"], options)
@@ -192,7 +193,7 @@ def prepare(
             *plan.describe_data(
                 training.plan, validation.plan if validation else None, world.size
             ),
-            *_describe_rates(model, options, factor, step_multiplier),
+            *dict.fromkeys(_describe_rates(model, options, factor, step_multiplier)),
             *_describe_resume(options, training),
             *_describe_parts(model, callbacks),
         ],

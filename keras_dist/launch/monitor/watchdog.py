@@ -19,7 +19,7 @@ from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.monitor.end_note import note_end
 from keras_dist.launch.store import find_store
-from keras_dist.lines import FOREIGN
+from keras_dist.lines import is_users
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 _DEFAULT_LIMIT = 120.0
@@ -101,10 +101,10 @@ class Watchdog(threading.Thread):
         # For each other rank: its last heartbeat, and when that was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
         # When this rank last made progress; what it has used by now, and since then;
-        # and how often its record has changed.
+        # how often its record has changed, and whether others wait for what it does.
         self._last_progress = time.monotonic()
         self._usage = read_usage(ignored_threads=ignored_threads)
-        self._seconds, self._bytes, self._changes = 0.0, 0, -1
+        self._seconds, self._bytes, self._state = 0.0, 0, (-1, False)
 
     def run(self) -> None:
         self._ignored_threads.add(threading.get_native_id())
@@ -127,11 +127,13 @@ class Watchdog(threading.Thread):
             self._seconds += max(0.0, seconds - before[0])
             self._bytes += max(0, size - before[1])
         self._usage = usage
-        elapsed, changes = now - self._last_progress, record.here.position.changes
+        elapsed = now - self._last_progress
+        # What ends a block of one rank alone is progress: its time was under its limit.
+        state = record.here.position.changes, record.here.is_alone
         is_work = self._seconds > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
         is_work |= self._bytes > _IDLE_BYTES + _IDLE_RATE * elapsed
-        if changes != self._changes or is_work or _is_output_full():
-            self._last_progress, self._changes = now, changes
+        if state != self._state or is_work or _is_output_full():
+            self._last_progress, self._state = now, state
             self._seconds, self._bytes = 0.0, 0
 
     def publish(self, idle: float) -> dict[str, Any]:
@@ -145,7 +147,7 @@ class Watchdog(threading.Thread):
             "idle": idle,
             "is_with_others": bool(position.phase or position.collective),
             "position": str(position),
-            "is_alone": record.here.is_alone,
+            "is_alone": self._state[1],
             "code": self._find_user_code() if may_be_cause else None,
         }
         if self._store is not None:
@@ -290,7 +292,7 @@ class Watchdog(threading.Thread):
             if not is_candidate or files[-1].endswith(_WAITING_FILE):
                 continue
             for each in reversed(stack):
-                if not each.filename.startswith(FOREIGN):
+                if is_users(each.filename):
                     return f"{each.filename}, line {each.lineno}, in {each.name}"
         return None
 
