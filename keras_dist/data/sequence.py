@@ -75,7 +75,7 @@ class ShardedSequence(keras.utils.PyDataset):
         is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
         is_compared = dealer.is_training and not is_kept
         self._gather_texts = spec.gather if is_compared else None
-        self._source = source
+        self._origin = source
         self.division: Division | None = None
         total, keeps_position = self._total, dealer.is_training and spec.keeps_position
         position = spec.position if keeps_position else None
@@ -105,7 +105,7 @@ class ShardedSequence(keras.utils.PyDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes make batches and take no part in a collective.
-        return self.__dict__ | {"_gather_texts": None, "_source": None}
+        return self.__dict__ | {"_gather_texts": None, "_origin": None}
 
     def assign(self, epoch: int) -> None:
         """Set the number of the epoch that is read from now on."""
@@ -141,7 +141,7 @@ class ShardedSequence(keras.utils.PyDataset):
             if self._is_read or _this_thread() != self._thread:
                 batch = self._read(begin + number)
             else:  # Keras looks at the shapes, which are those of our own look
-                looks = self._source.first(_LOOKS)
+                looks = self._origin.first(_LOOKS)
                 batch = looks[min(index, len(looks) - 1)]
             return standardize(batch) if self.is_marked else batch
 
@@ -162,7 +162,7 @@ class ShardedSequence(keras.utils.PyDataset):
             ValueError: On all ranks, if `on_epoch_end` has made their batches differ.
         """
         self.undivided.on_epoch_begin()
-        self._source.drop_looks()
+        self._origin.drop_looks()
         self._is_read = True
         if self._has_changed and self._gather_texts is not None:
             self._compare_first(self._gather_texts)
@@ -185,7 +185,7 @@ class ShardedSequence(keras.utils.PyDataset):
             with draws.preserve_generators():
                 first = self._read(self._skipped)
         leaves = tf.nest.flatten(first)
-        alike = [leaf for i, leaf in enumerate(leaves) if i not in self._source.random]
+        alike = [leaf for i, leaf in enumerate(leaves) if i not in self._origin.random]
         fingerprints = gather_texts(digest_batches(alike))
         if len(set(fingerprints)) > 1:
             raise ValueError(
