@@ -135,16 +135,6 @@ def no_data(received: str, *, is_training: bool = False) -> ValueError:
     return ValueError(f"{text}. Received: {received}. Pass at least one row.")
 
 
-def check_shared_batch(rows: int, size: int, received: str) -> None:
-    """Raise a `ValueError` if a full batch that all ranks share has too few rows."""
-    if rows < size:
-        raise ValueError(
-            'With batch="global" all ranks share each batch, and a full batch needs a '
-            f"row for each rank. Received: {received} for {size} ranks. Make larger "
-            f"batches, or start at most {rows} processes."
-        )
-
-
 def divide_batch(batch_size: int, size: int, option: str) -> int:
     """Return each rank's rows of a shared batch, which `option` divides evenly.
 
@@ -254,8 +244,9 @@ class Division:
 
     @property
     def has_empty_parts(self) -> bool:
-        """Return True if the last step of a pass may have fewer items than ranks."""
-        return any(0 < rest < self.size for rest in self._last_items)
+        """Return True if a step of a pass may have fewer items than ranks."""
+        items = self.global_batch, *self._last_items
+        return any(0 < count < self.size for count in items)
 
     @property
     def known_items(self) -> int | None:

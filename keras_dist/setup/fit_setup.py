@@ -152,10 +152,11 @@ def prepare(
     stateful = [e.name for e in private.layers_of(model) if getattr(e, "stateful", 0)]
     if options.batch == "global" and world.size > 1 and stateful:
         raise ValueError(
-            "A stateful layer keeps a state for each row of the batch, and each rank "
-            f"has some of the rows. Received: {world.size} ranks, and layers with "
-            f"stateful=True: {stateful}. Call `dist_fit` with "
-            'batch="rank", shuffle=False and a `batch_shape` of one rank\'s rows.'
+            "A stateful layer keeps a state for each row of the batch, and each of "
+            f"{world.size} ranks has some of the rows. Received: layers with "
+            f"stateful=True: {stateful}. Train on one process (keras-dist run -np 1), "
+            'or call `keras_dist.dist_fit(model, …, batch="rank", shuffle=False)` with '
+            "a `batch_shape` of one rank's rows."
         )
     callbacks, options, steps = _take_over_warmup(given["callbacks"], options)
     is_kept = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
@@ -283,7 +284,7 @@ def _make_feeds(
     held_out = given["validation_data"]
     try:
         if given["validation_split"] and held_out is None:
-            given, held_out = hold_out(given)
+            given, held_out = hold_out(given, spec)
         training = training_feed(
             given,
             steps_rule=options.steps_scaling,

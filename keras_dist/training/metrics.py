@@ -5,7 +5,7 @@ read before this rank's own state is restored.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_dist import comm, private
 from keras_dist.lines import warn
+from keras_dist.optimizer.step_context import Site
 from keras_dist.training.metric_state import (
     MetricState,
     combine,
@@ -56,6 +57,7 @@ def global_result(
     seen: UpdateCounts,
     starts: Mapping[int, MetricState] | None = None,
     logs: Any = None,
+    sums: Collection[Site] = (),
 ) -> Any:
     """`result()` as if one process had updated the metrics with the rows of all ranks.
 
@@ -79,6 +81,7 @@ def global_result(
             their variables have begun at 0.
         logs: What this rank's last step returned, or `None`. Keras logs it instead of
             `result()` if their names differ.
+        sums: Places of what a step returns as a sum over rows.
 
     Returns:
         The values of `result()`; or, if `logs` has other names, what the last step of
@@ -110,7 +113,7 @@ def global_result(
         exact_results = _results_by_path(metrics, exact) if is_of_step else {}
     if is_of_step:
         local_results = _results_by_path(metrics, _on_host(result()))
-        exact = _last_step_logs(logs, local_results, exact_results, counts)
+        exact = _last_step_logs(logs, local_results, exact_results, counts, sums)
     if all(map(is_of_keras, stateful)):
         return exact
     return _make_alike(exact, counted, fractions)
@@ -124,7 +127,9 @@ def _make_alike(logs: Any, counted: Sequence[int], fractions: Sequence[float]) -
     """
     own, *others = everyone = comm.gather(_arrays_by_path(logs))
     differing = {
-        path: _weighted_mean([everyone[rank][path] for rank in counted], fractions)
+        path: _on_host(
+            combine("mean", [everyone[rank][path] for rank in counted], fractions)
+        )
         for path, value in own.items()
         if not all(np.array_equal(value, o[path], equal_nan=True) for o in others)
     }
@@ -203,15 +208,6 @@ def _swap_states(
         yield
 
 
-def _weighted_mean(results: Sequence[Any], fractions: Sequence[float]) -> Any:
-    """Average results of the same structure, weighted by fractions."""
-    return _on_host(
-        keras.tree.map_structure(
-            lambda *values: combine("mean", values, fractions), *results
-        )
-    )
-
-
 def _results_by_path(metrics: Sequence[Any], results: Any) -> dict[Path, np.ndarray]:
     """Collect all results that a step may have returned, by index of metric and path.
 
@@ -230,6 +226,7 @@ def _last_step_logs(
     local: Mapping[Path, np.ndarray],
     exact: Mapping[Path, np.ndarray],
     seen: Sequence[UpdateCounts],
+    sums: Collection[Site],
 ) -> Any:
     """Compute what the last step of one process would have returned; one gather.
 
@@ -266,7 +263,9 @@ def _last_step_logs(
             return _on_host(exact[key])
         if len({array.shape for array in arrays}) > 1:
             return _on_host(arrays[0])  # values by row: at least equal on all ranks
-        return _weighted_mean(arrays, [fraction for _, fraction in counted])
+        rule = "sum" if ("log", path) in sums else "mean"
+        fractions = [fraction for _, fraction in counted]
+        return _on_host(combine(rule, arrays, fractions))
 
     flat = keras.tree.flatten_with_path(logs)
     return keras.tree.pack_sequence_as(logs, [global_value(*pair) for pair in flat])

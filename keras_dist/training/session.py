@@ -162,11 +162,15 @@ class TracedFunctions:
         """Set whether XLA compiles parts of a step."""
         self.is_split = is_split
 
-    def use_trial(self, trial: Trial | None, global_rows: int | None = None) -> None:
+    def use_trial(
+        self,
+        trial: Trial | None,
+        global_rows: int | None = None,
+        runner: Runner | None = None,
+    ) -> None:
         """Set what the steps are traced with; `None` if they have to be tried."""
         self.trial, self.global_rows = trial, global_rows
-        if trial is None or not trial.is_unseen:
-            self.runner = None
+        self.runner = runner if trial is not None and trial.is_open else None
 
     def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
@@ -359,8 +363,10 @@ class Session:
         all batches for ever: the tries become rare.
         """
         trial, calls = self.traced.trial, self.calls
-        is_due = calls == self.first_call or not calls & (calls - 1)
-        return is_due and trial is not None and trial.is_unseen
+        if trial is None or not trial.is_open:
+            return False
+        is_first = trial.is_unseen and calls == self.first_call
+        return is_first or not calls & (calls - 1)
 
     def reset_rows_trained(self) -> None:
         """Count from 0 again: an epoch begins."""
