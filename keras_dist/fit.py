@@ -20,7 +20,7 @@ from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
-from keras_dist.data.division import StepsRule
+from keras_dist.data.division import StepsRule, check_choice
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source
 from keras_dist.lines import find_caller, say, show
@@ -416,11 +416,7 @@ def _make_feed(
 
 def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:
     check_model(model, is_compiled=False)
-    if gather not in (True, False, "first"):
-        raise ValueError(
-            '`gather` must be True, False or "first" (the first rank alone gets '
-            f"the predictions). Received: gather={gather!r}"
-        )
+    check_choice("gather", gather, (True, False, "first"))
 
 
 _P = ParamSpec("_P")

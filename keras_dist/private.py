@@ -114,10 +114,8 @@ def compiled_parts(model: Any) -> tuple[Any, Any]:
 
 def given_metrics(model: Any) -> list[Any]:
     """List the metrics that `compile` was given, which are built at the first batch."""
-    compiled, names = (
-        compiled_parts(model)[1],
-        ("_user_metrics", "_user_weighted_metrics"),
-    )
+    compiled = compiled_parts(model)[1]
+    names = ("_user_metrics", "_user_weighted_metrics")
     given = [getattr(compiled, name, None) for name in names]
     return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
 

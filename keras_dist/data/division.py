@@ -11,7 +11,7 @@ data that comes in batches is then one global batch, of which each rank has rows
 Arithmetic only: rank and size are arguments, and nothing is read here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -126,6 +126,13 @@ def check_count(name: str, value: Any) -> int:
             f"`{name}` must be a whole number of at least 1. Received: {name}={value!r}"
         )
     return int(value)
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise a `ValueError` if a value is none of the choices."""
+    if value not in choices:
+        shown = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` must be one of {shown}. Received: {name}={value!r}")
 
 
 def no_data(received: str, *, is_training: bool = False) -> ValueError:
