@@ -237,10 +237,9 @@ def _find_order_seed(model: Any) -> int:
     So the script later draws the same random numbers as on one process. The number of
     updates so far is added to the seed: the next fit shuffles in another order.
     """
-    generator = random.Random()
-    generator.setstate(random.getstate())
     made = getattr(getattr(model, "optimizer", None), "iterations", 0)
-    return (generator.getrandbits(31) + int(made)) % 2**31
+    with draws.preserve_generators():
+        return (random.getrandbits(31) + int(made)) % 2**31
 
 
 # The model and the method whose next call is one of ours, for Keras's own loop.

@@ -1,6 +1,5 @@
 """Compute metrics over the rows of all ranks."""
 
-
 import keras
 
 from keras_dist.training.install import FitCallback

@@ -52,6 +52,7 @@ class Throughput(FitCallback):
         """Return rows and seconds of this rank's training in this epoch."""
         if self._measured is None:
             # Reading the number of rows waits for the last step to end.
-            rows = session_of(self.model).process_rows
+            session = session_of(self.model)
+            rows = session.rows_trained - session.rows_restored
             self._measured = rows, time.perf_counter() - self._begin
         return self._measured

@@ -75,14 +75,27 @@ class ShardSpec:
     steps_per_execution: int = 1
 
     def scale_steps(self, rule: str, steps: int | None, *, name: str) -> int | None:
-        """Scale steps of a script for one process, as the function `scale_steps`.
+        """Scale the steps of a script for one process to steps of each rank.
 
         One process makes whole executions.
+
+        Args:
+            rule: `"divide"` by the number of ranks and round up, or `"none"`.
+            steps: Steps that the script asks for, or `None` for all of the data.
+            name: The name of the argument, for the error.
+
+        Raises:
+            ValueError: If `steps` is not a positive whole number.
+
+        >>> ShardSpec(0, 3).scale_steps("divide", 100, name="steps")
+        34
         """
-        if steps is not None and self.size > 1:
-            executions = -(-check_count(name, steps) // self.steps_per_execution)
-            steps = executions * self.steps_per_execution
-        return scale_steps(rule, steps, size=self.size, name=name)
+        if steps is None:
+            return None
+        steps = check_count(name, steps)
+        if self.size > 1:
+            steps += -steps % self.steps_per_execution
+        return -(-steps // self.size) if rule == "divide" else steps
 
     @property
     def is_global(self) -> bool:
@@ -93,29 +106,6 @@ class ShardSpec:
     def batches_per_step(self) -> int:
         """The user's batches that all ranks together read in a step of a training."""
         return 1 if self.is_global else self.size
-
-
-def scale_steps(
-    rule: str, steps: int | None, *, size: int, name: str = "steps"
-) -> int | None:
-    """Scale the steps of a script for one process to steps of each rank.
-
-    Args:
-        rule: `"divide"` by the number of ranks and round up, or `"none"`.
-        steps: Steps that the script asks for, or `None` for all of the data.
-        size: Number of ranks.
-        name: The name of the argument, for the error.
-
-    Raises:
-        ValueError: If `steps` is not a positive whole number.
-
-    >>> scale_steps("divide", 100, size=3)
-    34
-    """
-    if steps is None:
-        return None
-    steps = check_count(name, steps)
-    return -(-steps // size) if rule == "divide" else steps
 
 
 def check_count(name: str, value: Any) -> int:

@@ -184,7 +184,8 @@ def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
     before = vars(model).get("_distributed_session")
     session = install(model)
     try:
-        with session.enter_next_evaluation(feed):
+        on_all = {"averages": True, "evaluation": None, "next_evaluation": feed}
+        with mixin.change(session, **on_all):
             yield
     finally:
         if session is not before:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.data.draws import preserve_generators
 from keras_dist.data.feed import Feed, own_error
 from keras_dist.errors import is_known
 from keras_dist.optimizer import step_context
@@ -80,9 +81,8 @@ def _next_keras_state() -> Any:
     generator = private.keras_state().get(private.SEED_GENERATOR)
     if generator is not None:
         return comm.to_array(generator.state)
-    drawn = random.Random()
-    drawn.setstate(random.getstate())
-    return [drawn.randint(1, int(1e9)), 0]  # as Keras seeds the generator
+    with preserve_generators():
+        return [random.randint(1, int(1e9)), 0]  # as Keras seeds the generator
 
 
 def _derive_seed(model: Any) -> int:
@@ -275,8 +275,6 @@ class Session:
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""
         self.feed, self.validation = training, validation or self.validation
-        if training.division is not None:
-            self._set_position(training.division, training.division.begin)
 
     @property
     def feeds(self) -> list[Feed]:
@@ -291,13 +289,11 @@ class Session:
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the position of the next step, begin an epoch."""
         self.first_call = self.calls + 1
-        step = self.feed.begin_epoch(epoch)
-        if self.feed.division is not None:
-            self._set_position(self.feed.division, self.feed.division.span(step)[1])
-
-    def _set_position(self, division: Any, begin: int) -> None:
-        position = begin, division.total, division.global_batch
-        self.traced.position.assign(position)
+        step, division = self.feed.begin_epoch(epoch), self.feed.division
+        if division is not None:
+            begin = division.span(step)[1]
+            position = begin, division.total, division.global_batch
+            self.traced.position.assign(position)
 
     @property
     def knows_rows(self) -> bool:
@@ -382,11 +378,6 @@ class Session:
         """Rows of this epoch, with restored ones; this waits for the last step."""
         return int(self.traced.rows_trained.numpy())
 
-    @property
-    def process_rows(self) -> int:
-        """Rows of this epoch, without restored ones."""
-        return self.rows_trained - self.rows_restored
-
     def runs_on_all(self) -> bool:
         """Return True if a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self.averages:
@@ -421,25 +412,6 @@ class Session:
         finally:
             self.evaluation, self.is_awaited, self.next_evaluation = before
             self.is_awaited &= evaluation is ALONE
-
-    @contextlib.contextmanager
-    def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
-        """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
-        before = self.averages, self.evaluation, self.next_evaluation
-        self.averages, self.evaluation, self.next_evaluation = True, None, feed
-        try:
-            yield
-        finally:
-            self.averages, self.evaluation, self.next_evaluation = before
-
-    @contextlib.contextmanager
-    def on_this_rank(self) -> Iterator[None]:
-        """Context manager in which results are this rank's own, without collectives."""
-        before, self.averages = self.averages, False
-        try:
-            yield
-        finally:
-            self.averages = before
 
     @contextlib.contextmanager
     def raise_on_all(self) -> Iterator[None]:
