@@ -20,7 +20,12 @@ from keras_dist.callbacks.user_callbacks import runs_here
 from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.optimizer.accumulation import pending_sums
 from keras_dist.optimizer.nested import leaves_of
-from keras_dist.training.metric_state import MetricState, combine, combine_states
+from keras_dist.training.metric_state import (
+    MetricState,
+    combine,
+    combine_states,
+    set_state,
+)
 from keras_dist.training.metrics import stateful_metrics, weights
 from keras_dist.training.session import session_of
 
@@ -163,8 +168,7 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     if len(ranks) == comm.size():
         own = ranks[comm.rank()]
         for part, values in zip(pieces, own["metrics"], strict=True):
-            for variable, value in zip(part.variables, values, strict=True):
-                variable.assign(keras.ops.cast(value, variable.dtype))
+            set_state(part, MetricState(values))
         session.restore_rows(own["rows"], own["seen"])
         return
     steps, rows, last = zip(*(own["seen"] for own in ranks), strict=True)

@@ -243,11 +243,8 @@ class ScalesRate:
     _rate: _Rate
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._rate.is_updating = True
-        try:
+        with mixin.change(self._rate, is_updating=True):
             return super().apply(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._rate.is_updating = False
 
     @property
     def learning_rate(self) -> Any:

@@ -115,6 +115,7 @@ class TracedFunctions:
         global_rows: Rows of all ranks in the first step that was traced.
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
+        steps: The steps of this fit.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         noise: What steps draw without a seed, on several ranks.
         starts: The states in which metrics of the user's have begun, by their id.
@@ -127,7 +128,7 @@ class TracedFunctions:
         self.runner: Runner | None = None
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
-        self.position, self._steps = _counter([0, 0, 0]), _counter(0)
+        self.position, self.steps = _counter([0, 0, 0]), _counter(0)
         self.stop_request, self.noise = StopRequest(), StepNoise()
         self.starts: dict[int, MetricState] = {}
         self._compiled: tuple[Any, ...] = ()
@@ -145,7 +146,7 @@ class TracedFunctions:
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
         self.stop_request.reset()
-        for counter in (self.rows_trained, self.rows_seen, self.position, self._steps):
+        for counter in (self.rows_trained, self.rows_seen, self.position, self.steps):
             counter.assign(tf.zeros_like(counter))
 
     @contextlib.contextmanager
@@ -154,10 +155,6 @@ class TracedFunctions:
         before = {id(m): read_state(m) for m in list_own_metrics(model)}
         yield
         self.starts = record_starts(list_own_metrics(model), self.starts, before)
-
-    def next_step(self) -> Any:
-        """Count a step of this fit, and return its number; in a graph or not."""
-        return self._steps.assign_add(1, read_value=True)
 
     def split(self, is_split: bool) -> None:
         """Set whether XLA compiles parts of a step."""

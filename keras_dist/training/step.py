@@ -220,7 +220,7 @@ def describe_step(
     session = session_of(model)
     is_keras_path = losses.is_keras_method(model, "train_step")
     with _after(data):
-        number = session.traced.next_step()
+        number = session.traced.steps.assign_add(1, read_value=True)
     return step_context.StepContext(
         rows=rows,
         has_rows=has_rows,
