@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, private
+from keras_dist import comm, mixin, private
 from keras_dist.data.dealer import add_mark, is_mark
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
@@ -88,15 +88,11 @@ class DistributedStep(PredictsAlone):
         session = self._distributed_session
         session.is_traced = False
         check_again(self)
-        asked = self.jit_compile
-        is_split = bool(asked) and comm.size() > 1
+        is_split = bool(self.jit_compile) and comm.size() > 1
         session.traced.split(is_split)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
-        self.jit_compile = asked and not is_split
-        try:
+        with mixin.change(self, jit_compile=self.jit_compile and not is_split):
             super().make_train_function(force)  # type: ignore[misc]
-        finally:
-            self.jit_compile = asked
         function = self.train_function
 
         def train(iterator: Any) -> Any:
@@ -223,7 +219,7 @@ def describe_step(
     session = session_of(model)
     is_keras_path = losses.is_keras_method(model, "train_step")
     with _after(data):
-        number = session.traced.next_step()
+        number = session.traced.steps.assign_add(1, read_value=True)
     return step_context.StepContext(
         rows=rows,
         has_rows=has_rows,
