@@ -20,7 +20,7 @@ from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
-from keras_dist.data.division import StepsRule
+from keras_dist.data.division import StepsRule, check_choice
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source
 from keras_dist.lines import find_caller, say, show
@@ -234,10 +234,9 @@ def _find_order_seed(model: Any) -> int:
     So the script later draws the same random numbers as on one process. The number of
     updates so far is added to the seed: the next fit shuffles in another order.
     """
-    generator = random.Random()
-    generator.setstate(random.getstate())
     made = getattr(getattr(model, "optimizer", None), "iterations", 0)
-    return (generator.getrandbits(31) + int(made)) % 2**31
+    with draws.preserve_generators():
+        return (random.getrandbits(31) + int(made)) % 2**31
 
 
 # The model and the method whose next call is one of ours, for Keras's own loop.
@@ -412,11 +411,7 @@ def _make_feed(
 
 def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:
     check_model(model, is_compiled=False)
-    if gather not in (True, False, "first"):
-        raise ValueError(
-            '`gather` must be True, False or "first" (the first rank alone gets '
-            f"the predictions). Received: gather={gather!r}"
-        )
+    check_choice("gather", gather, (True, False, "first"))
 
 
 _P = ParamSpec("_P")

@@ -102,12 +102,3 @@ def _describe_steps(rows: Rows, unit: str) -> str:
         return text
     rule = f" (steps scaled: {rows.rule})" if rows.rule == "divide" else ""
     return f"{rows.steps_before:,} → {text}{rule}"
-
-
-def format_number(value: float) -> str:
-    """Write a number with at most six significant digits, without trailing zeros.
-
-    >>> [format_number(value) for value in (0.1, 2.0, 1e-05, 0.30000000000000004)]
-    ['0.1', '2', '1e-05', '0.3']
-    """
-    return f"{value:.6g}"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from keras_dist import comm
+from keras_dist import comm, mixin
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.source import is_reading
 from keras_dist.lines import warn
@@ -250,7 +250,7 @@ class UserCallbacks(keras.callbacks.Callback):
             return
         token = _is_alone.set(True)
         with (
-            session_of(self.model).on_this_rank(),
+            mixin.change(session_of(self.model), averages=False),  # no collectives
             comm.without_collectives(),
             # The next random numbers have to be the same on all ranks.
             preserve_generators(),

@@ -22,6 +22,8 @@ from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
 from keras_dist.launch.monitor.rank_process import REPORT_VARIABLE
 from keras_dist.lines import say, warn
+from keras_dist.optimizer.nested import leaves_of
+from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import build, losses
 from keras_dist.training.remember import preserve_variables
@@ -248,7 +250,7 @@ class Saver(keras.callbacks.Callback):
             keras_seed=self._resume.spec.keras_seed,
             data=self._feed.position_facts(),
             is_finished=is_finished,
-            rates=states.read_rates(self.model),
+            rates=list(map(rate_progress, leaves_of(self.model))),
             warmup_steps=self._setup.warmup_steps,
             callbacks=callbacks,
             ranks=ranks,
@@ -319,7 +321,9 @@ class Saver(keras.callbacks.Callback):
         saved = self._resume.saved
         if saved is not None:
             before, now = saved.warmup_steps, self._setup.warmup_steps
-            states.restore_rates(self.model, saved.rates, now / before if before else 1)
+            pairs = zip(leaves_of(self.model), saved.rates, strict=True)
+            for leaf, progress in pairs:
+                restore_rate_progress(leaf, progress, now / before if before else 1)
 
     def _restore_callbacks(self, saved: Saved) -> None:
         # This rank's own state of a callback, else the first rank's.

@@ -79,7 +79,8 @@ def agree_on_variables(variables: Sequence[Any], facts: Mapping[str, Any]) -> No
     shapes = {f"the shape of variable {i}": kind for i, kind in enumerate(kinds)}
     agree(
         {**facts, "the number of variables": len(kinds), **shapes},
-        advice="Create the same model and the same optimizer on every rank.",
+        advice="Create the same model and the same optimizer on every rank. Weights of "
+        "the size of a batch need one process (keras-dist run -np 1).",
     )
 
 

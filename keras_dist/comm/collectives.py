@@ -131,7 +131,7 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
     if link is None:
         return own
     if _is_tensor(value):
-        own = _tensor(value)
+        own = tf.convert_to_tensor(value)
         dtype, name = own.dtype, name_of("broadcast")
         is_plain = dtype in _BROADCAST
         wire = own if is_plain else tf.bitcast(own, _WORDS[dtype.real_dtype.size])
@@ -489,7 +489,7 @@ def _sum_one(value: Any, divisor: int | None = None) -> Any:
         return value
     is_python = isinstance(value, (int, float))
     is_array = isinstance(value, (np.ndarray, np.generic))
-    tensor = _tensor(np.asarray(value) if is_python else value)
+    tensor = tf.convert_to_tensor(np.asarray(value) if is_python else value)
     if not tensor.dtype.is_floating and tensor.dtype.size < (8 if is_array else 4):
         tensor = tf.cast(tensor, tf.int64)
     tensor = total(tensor, purpose="sum", divisor=divisor)
@@ -524,18 +524,12 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, keras.Variable) or tf.is_tensor(value)
 
 
-def _tensor(value: Any) -> Any:
-    return tf.convert_to_tensor(
-        value.value if isinstance(value, keras.Variable) else value
-    )
-
-
 def _to_float(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, (np.ndarray, np.generic)):
         return value if value.dtype.kind == "f" else value.astype(np.float64)
-    tensor = _tensor(value)
+    tensor = tf.convert_to_tensor(value)
     return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
 
 

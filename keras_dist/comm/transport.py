@@ -38,8 +38,8 @@ _traced: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 _REFUSAL, _REFUSED = tf.int16, "rank had type int16"
 
 
-def connect(launcher: str, expected: World) -> ModuleType:
-    """Start Horovod, and return its module, the link to all ranks.
+def connect(launcher: str, expected: World) -> tuple[ModuleType, World]:
+    """Start Horovod; return its module, the link to all ranks, and what it knows.
 
     Every rank calls this.
 
@@ -87,7 +87,15 @@ def connect(launcher: str, expected: World) -> ModuleType:
             f"{horovod.size()}. It was probably built without the transport of this "
             f"launcher. Run `{_INSTALL} --mpi`, or start with `horovodrun --gloo`."
         )
-    return horovod
+    world = World(
+        rank=horovod.rank(),
+        size=horovod.size(),
+        local_rank=horovod.local_rank(),
+        local_size=horovod.local_size(),
+        # Each host has a rank with the first rank's local rank, which is 0.
+        num_hosts=horovod.cross_size(),
+    )
+    return horovod, world
 
 
 def _leave_horovod(shutdown: Callable[[], None]) -> None:
@@ -123,18 +131,6 @@ def _batch_scheduling() -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):  # as where the policy has priorities
             os.sched_setscheduler(0, before, os.sched_param(0))
-
-
-def world_of(link: ModuleType) -> World:
-    """Rank and size of this process as Horovod knows them."""
-    return World(
-        rank=link.rank(),
-        size=link.size(),
-        local_rank=link.local_rank(),
-        local_size=link.local_size(),
-        # Each host has a rank with the first rank's local rank, which is 0.
-        num_hosts=link.cross_size(),
-    )
 
 
 def describe(link: ModuleType) -> str:

@@ -12,7 +12,6 @@ import keras
 import tensorflow as tf
 
 from keras_dist.data.arrays import (
-    RAGGED_OR_SPARSE,
     Arrays,
     draw_keras_order,
     is_arrays,
@@ -23,7 +22,6 @@ from keras_dist.data.division import (
     Division,
     ShardSpec,
     check_count,
-    check_shared_batch,
     divide_batch,
     no_data,
 )
@@ -58,8 +56,8 @@ def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) ->
         spec: The ranks, and how data is divided among them.
 
     Raises:
-        ValueError: If there is no data, there are fewer rows than ranks in it or in a
-            global batch, or the data is infinite and `steps_per_epoch` is not given.
+        ValueError: If there is no data, there are fewer rows than ranks in it, or the
+            data is infinite and `steps_per_epoch` is not given.
     """
     x = given["x"]
     if x is None:
@@ -95,7 +93,7 @@ def _feed_arrays(
         all_rows *= spec.size  # `steps_before` is for the rows of all ranks
     per_step = -(-all_rows // rows.steps_before) if rows.steps_before else None
     batch_size = check_count("batch_size", rows.batch_size or per_step or _BATCH_SIZE)
-    _check_rows(arrays, batch_size, spec)
+    _check_rows(arrays, spec)
     rows = replace(rows, batch_size=batch_size, total=total)
     facts: dict[str, Any] = {
         "the shapes of the rows": [shape[1:] for shape in arrays.shapes],
@@ -325,7 +323,9 @@ def validation_feed(
     )
 
 
-def hold_out(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def hold_out(
+    given: dict[str, Any], spec: ShardSpec
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Split training and validation data, as `validation_split` of `Model.fit` does.
 
     They must be split before they are sharded: then no row is training data on one rank
@@ -333,6 +333,7 @@ def hold_out(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
 
     Args:
         given: Every argument of `Model.fit`.
+        spec: The ranks, and how data is divided among them.
 
     Returns:
         The same with the rows to train on; and `(x, y, sample_weight)` for validation.
@@ -342,6 +343,7 @@ def hold_out(given: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """
     names = ("x", "y", "sample_weight")
     data, validation_split = [given[n] for n in names], given["validation_split"]
+    _check_dense(data, spec)
     if not is_arrays(data):
         raise ValueError(
             "`validation_split` needs arrays. "
@@ -418,10 +420,7 @@ def adapt_batches(
     splits = spec.is_global and is_training
     dealer = Dealer(spec.rank, spec.size, is_training, splits)
     has_rows = True
-    if splits and source.batch_size is not None:
-        received = f"batches of {source.batch_size} rows in a {source.type_name}"
-        check_shared_batch(source.batch_size, spec.size, received)
-    elif not splits and not (has_rows := _check_batches(source, dealer, limit)):
+    if not splits and not (has_rows := _check_batches(source, dealer, limit)):
         # As the first rank does: a pass of data that is also trained on changes what
         # comes in the next one.
         dealer = replace(dealer, rank=0)
@@ -589,26 +588,24 @@ def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> 
 
 
 def _check_dense(pieces: list[Any], spec: ShardSpec) -> None:
-    """Raise an error if x, targets or weights are ragged or sparse tensors."""
+    """Raise an error if x, targets or weights are sparse tensors."""
     leaves = keras.tree.flatten(pieces)
-    is_ragged = any(isinstance(leaf, RAGGED_OR_SPARSE) for leaf in leaves)
-    if spec.size > 1 and spec.shard != "none" and is_ragged:
+    is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in leaves)
+    if spec.size > 1 and spec.shard != "none" and is_sparse:
         raise ValueError(
-            "Ragged and sparse tensors cannot be sharded. Received: x of type "
-            f"{type(pieces[0]).__name__}. Pass dense arrays, or a tf.data.Dataset of "
-            "their batches."
+            "Sparse tensors cannot be sharded. Received: x of type "
+            f"{type(pieces[0]).__name__}. Pass sparse matrices of SciPy, dense arrays, "
+            "or a tf.data.Dataset of their batches."
         )
 
 
-def _check_rows(arrays: Arrays, batch_size: int, spec: ShardSpec) -> None:
+def _check_rows(arrays: Arrays, spec: ShardSpec) -> None:
     if arrays.num_rows == 0:
         raise no_data("arrays of 0 rows", is_training=True)
-    if spec.is_global:
-        check_shared_batch(batch_size, spec.size, f"batch_size={batch_size}")
     is_sharded = spec.shard != "none" and not spec.is_global
     if is_sharded and arrays.num_rows < spec.size:
         raise ValueError(
             "Each rank needs at least one row. "
             f"Received: {arrays.num_rows} rows for {spec.size} ranks. "
-            f"Pass more data, or start at most {arrays.num_rows} processes."
+            f"Pass more data, or run on fewer ranks (-np {arrays.num_rows})."
         )

@@ -12,7 +12,7 @@ from keras_dist.data.dealer import add_mark
 from keras_dist.data.division import Division
 from keras_dist.data.pipeline import as_untuned, assert_length, with_length
 
-# Tensors whose rows differ in length, which cannot be sliced by row.
+# Tensors that are not dense.
 RAGGED_OR_SPARSE = (tf.RaggedTensor, tf.SparseTensor)
 
 
@@ -101,7 +101,7 @@ def is_arrays(data: Any) -> bool:
     return bool(leaves) and all(
         hasattr(leaf, "shape")
         and (tf.is_tensor(leaf) or hasattr(leaf, "__array__") or is_scipy_sparse(leaf))
-        and not isinstance(leaf, RAGGED_OR_SPARSE)
+        and not isinstance(leaf, tf.SparseTensor)
         for leaf in leaves
     )
 
@@ -129,19 +129,13 @@ def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor
     """
 
     @tf.autograph.experimental.do_not_convert
-    def permutation(_: tf.Tensor) -> tf.Tensor:
+    def shuffle(rows: tf.Tensor) -> tf.Tensor:
         tf.compat.v1.get_default_graph().seed = seed
-        return tf.random.shuffle(tf.range(total, dtype=tf.int64))
+        all_rows = tf.range(total, dtype=tf.int64) if batch_size is None else rows
+        return tf.random.shuffle(all_rows)
 
-    @tf.autograph.experimental.do_not_convert
-    def shuffle_rows(rows: tf.Tensor) -> tf.Tensor:
-        tf.compat.v1.get_default_graph().seed = seed
-        return tf.random.shuffle(rows)
-
-    if batch_size is None:
-        data = tf.data.Dataset.range(1).map(permutation)
-    else:
-        data = tf.data.Dataset.range(total).batch(batch_size).map(shuffle_rows)
+    data = tf.data.Dataset.range(1 if batch_size is None else total)
+    data = data.batch(batch_size or 1).map(shuffle)
     with tf.device("CPU:0"):
         return tf.concat(list(as_untuned(data)), 0)
 
@@ -244,7 +238,9 @@ def _make_leaf_reader(leaf: Any) -> Callable[[tf.Tensor], Any]:
         return _make_sparse_reader(leaf)
     if not isinstance(leaf, np.memmap):
         with tf.device("CPU:0"):
-            tensor = _cast_to_floatx(tf.convert_to_tensor(leaf))
+            is_ragged = isinstance(leaf, tf.RaggedTensor)
+            tensor = leaf if is_ragged else tf.convert_to_tensor(leaf)
+            tensor = _cast_to_floatx(tensor)
         return lambda rows: tf.gather(tensor, rows)
 
     def from_disk(rows: tf.Tensor) -> tf.Tensor:

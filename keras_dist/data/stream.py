@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_dist.data.arrays import RAGGED_OR_SPARSE, is_scipy_sparse
 from keras_dist.data.dealer import Dealer, add_mark, is_number
-from keras_dist.data.division import ShardSpec
+from keras_dist.data.division import ShardSpec, no_data
 from keras_dist.data.source import Source
 
 # What a rank says before a step: it has a batch; it has none left; it had none in this
@@ -111,10 +111,8 @@ class StreamReader:
             return self._source.data.element_spec
         looks = [self._source.standardize(batch) for batch in self._source.first(2)]
         if not looks:
-            raise ValueError(
-                "There is no data. Received: "
-                f"a {self._source.type_name} without a batch."
-            )
+            received = f"a {self._source.type_name} without a batch"
+            raise no_data(received, is_training=self._dealer.is_training)
         for leaf in keras.tree.flatten(looks):
             is_dense = hasattr(leaf, "shape") and not isinstance(leaf, RAGGED_OR_SPARSE)
             if not is_dense or is_scipy_sparse(leaf):

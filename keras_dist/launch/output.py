@@ -220,7 +220,7 @@ class Output:
                 self._print(lines, text)
 
     def _print(self, lines: "_Lines", data: bytes) -> None:
-        if shown := lines.add_prefixes(data):
+        if shown := b"".join(map(lines.add_prefix, _LINE.findall(data))):
             if self._bar is not None and self._bar.rank != lines.rank:
                 SCREEN.write(self._bar.screen, b"\n")
             SCREEN.write(lines.screen, shown)
@@ -245,11 +245,8 @@ class _Lines:
         self.rest = data[end:]
         return data[:end]
 
-    def add_prefixes(self, data: bytes) -> bytes:
-        """Return lines, or a part of a long one, as the screen shows them."""
-        return b"".join(map(self._add_prefix, _LINE.findall(data)))
-
-    def _add_prefix(self, piece: bytes) -> bytes:
+    def add_prefix(self, piece: bytes) -> bytes:
+        """Return a line, or a part of a long one, as the screen shows it."""
         was_in_line = self.is_in_line
         if not was_in_line and _ROUTINE.match(piece):
             return b""

@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras_dist import comm, mixin
 
 # A place in a step where a number or gradients pass: what it is ("loss", "compute",
-# "tracker", "log", "apply"), and how many of these came before.
-Site = tuple[str, int]
+# "tracker", "apply"), and how many of these came before; or "log" and its path there.
+Site = tuple[str, Any]
 
 
 @dataclass(frozen=True)

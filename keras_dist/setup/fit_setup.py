@@ -20,10 +20,11 @@ from keras_dist.data.adapters import hold_out, training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed
 from keras_dist.optimizer.attach import averaging_of
-from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.nested import leaves_of
 from keras_dist.optimizer.rate import count_warmup_steps, rate_factor, schedule_of
 from keras_dist.optimizer.reduce import Averaging
 from keras_dist.setup.arguments import Options
+from keras_dist.training.remember import list_variables
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,7 @@ def _find_strategy(model: Any) -> Any:
         return tf.distribute.get_strategy()
     if model.distribute_strategy is not tf.distribute.get_strategy():
         return model.distribute_strategy
-    variables = list(model.variables)
-    for found in optimizers_of(model):
-        variables += found.variables
-    for variable in variables:
+    for variable in list_variables(model):
         value = getattr(variable, "value", None)
         if isinstance(value, tf.distribute.DistributedValues):
             return value.distribute_strategy
@@ -152,10 +150,11 @@ def prepare(
     stateful = [e.name for e in private.layers_of(model) if getattr(e, "stateful", 0)]
     if options.batch == "global" and world.size > 1 and stateful:
         raise ValueError(
-            "A stateful layer keeps a state for each row of the batch, and each rank "
-            f"has some of the rows. Received: {world.size} ranks, and layers with "
-            f"stateful=True: {stateful}. Call `dist_fit` with "
-            'batch="rank", shuffle=False and a `batch_shape` of one rank\'s rows.'
+            "A stateful layer keeps a state for each row of the batch, and each of "
+            f"{world.size} ranks has some of the rows. Received: layers with "
+            f"stateful=True: {stateful}. Train on one process (keras-dist run -np 1), "
+            'or call `keras_dist.dist_fit(model, …, batch="rank", shuffle=False)` with '
+            "a `batch_shape` of one rank's rows."
         )
     callbacks, options, steps = _take_over_warmup(given["callbacks"], options)
     is_kept = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
@@ -283,7 +282,7 @@ def _make_feeds(
     held_out = given["validation_data"]
     try:
         if given["validation_split"] and held_out is None:
-            given, held_out = hold_out(given)
+            given, held_out = hold_out(given, spec)
         training = training_feed(
             given,
             steps_rule=options.steps_scaling,
@@ -314,22 +313,20 @@ def _describe_rates(
     rule: Any = options.lr_scaling
     if not isinstance(rule, str):
         rule = "your function" if callable(rule) else "your factor"
-    times, warmup = f"× {plan.format_number(factor)}", ""
+    times, warmup = f"× {factor:.6g}", ""
     if options.warmup_epochs:
         plural = "" if options.warmup_epochs == 1 else "s"
-        epochs = plan.format_number(options.warmup_epochs)
-        warmup = f", after {epochs} epoch{plural} of warm-up"
+        warmup = f", after {options.warmup_epochs:.6g} epoch{plural} of warm-up"
 
-    for each in optimizers_of(model):
-        for leaf in leaves(each):
-            schedule = schedule_of(leaf)
-            if schedule is None:
-                now = float(comm.to_array(leaf.learning_rate))
-                before, after = map(plan.format_number, (now, now * factor))
-            else:
-                before = type(schedule).__name__
-                after = f"{before} {times}"
-            change = f"{before} → {after} ({rule}: {times}{warmup})"
-            yield "learning rate", before if factor == 1 else change
-            if schedule is not None and step_multiplier > 1:
-                yield "learning rate", f"schedule read at step × {step_multiplier}"
+    for leaf in leaves_of(model):
+        schedule = schedule_of(leaf)
+        if schedule is None:
+            now = float(comm.to_array(leaf.learning_rate))
+            before, after = f"{now:.6g}", f"{now * factor:.6g}"
+        else:
+            before = type(schedule).__name__
+            after = f"{before} {times}"
+        change = f"{before} → {after} ({rule}: {times}{warmup})"
+        yield "learning rate", before if factor == 1 else change
+        if schedule is not None and step_multiplier > 1:
+            yield "learning rate", f"schedule read at step × {step_multiplier}"

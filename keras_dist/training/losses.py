@@ -18,6 +18,7 @@ Only objects of one model are changed, while its step runs or is traced.
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,38 @@ from keras_dist.training.rows import gather_loss
 
 # Losses of Keras that are one number for the whole batch, whatever their reduction.
 _OVER_BATCH = {"dice", "tversky", "circle"}
+
+# Layers of Keras whose output for a row depends on that row alone, in any number of
+# dimensions. Not `MelSpectrogram` (a maximum over the batch), `Equalization` (and what
+# contains it), `MixUp`, `CutMix`, what pads texts to the longest one, what may encode a
+# batch of single values as one row, and what runs code of other packages.
+_NAMES = (
+    "Activation ActivityRegularization AdaptiveAveragePooling AdaptiveMaxPooling Add "
+    "AdditiveAttention AlphaDropout Attention AutoContrast Average AveragePooling "
+    "BatchNormalization Bidirectional CenterCrop Concatenate "
+    "ContrastLimitedAdaptiveHistogramEqualization Conv ConvLSTM ConvLSTMCell "
+    "ConvTranspose Cropping Dense DepthwiseConv Dot Dropout ELU EinsumDense Embedding "
+    "Flatten Functional GRU GRUCell GaussianDropout GaussianNoise GlobalAveragePooling "
+    "GlobalMaxPooling GroupNormalization GroupedQueryAttention Identity InputLayer "
+    "LSTM LSTMCell LayerNormalization LeakyReLU Masking MaxNumBoundingBoxes MaxPooling "
+    "Maximum Minimum MultiHeadAttention Multiply Normalization PReLU Permute Pipeline "
+    "RMSNormalization RNN RandomBrightness RandomColorDegeneration RandomColorJitter "
+    "RandomContrast RandomCrop RandomElasticTransform RandomErasing RandomFlip "
+    "RandomGaussianBlur RandomGrayscale RandomHue RandomInvert RandomPerspective "
+    "RandomPosterization RandomRotation RandomSaturation RandomSharpness RandomShear "
+    "RandomTranslation RandomZoom ReLU RepeatVector Rescaling Reshape Resizing "
+    "ReversibleEmbedding STFTSpectrogram SeparableConv Sequential SimpleRNN "
+    "SimpleRNNCell Softmax Solarization SpatialDropout SpectralNormalization "
+    "StackedRNNCells Subtract TimeDistributed UnitNormalization UpSampling ZeroPadding"
+)
+BY_ROW_LAYERS = set(_NAMES.split())
+
+# Regularizers of Keras that add up a number for each row.
+_BY_ROW_REGULARIZERS = (
+    keras.regularizers.L1,
+    keras.regularizers.L2,
+    keras.regularizers.L1L2,
+)
 
 # Operations of a functional model that compute each row by itself.
 _BY_ROW = {"Add", "Subtract", "Multiply", "Divide", "TrueDivide"}
@@ -62,25 +95,47 @@ def is_declared(model: Any) -> bool:
     return (
         all(is_keras_method(model, name) for name in methods)
         and (compiled is None or bool(losses))
-        and all(map(_is_keras_layer, layers))
+        and all(map(is_by_row, layers))
         and all(map(_computes_by_row, [model, *layers]))
-        and (
-            _divides_activity()
-            or all(layer.activity_regularizer is None for layer in layers)
-        )
         and all(find_declared_kind(loss) is not None for loss in losses)
         and all(map(_is_keras_metric, stateful_metrics(model.metrics)))
     )
 
 
-def _is_keras_layer(layer: Any) -> bool:
-    """Return True for a layer of Keras that calls no function of the user's.
+def explain_row_mixers(model: Any) -> str:
+    """Return a sentence about layers of Keras that may mix rows of a batch, or ""."""
+    names = [
+        layer.name
+        for layer in private.layers_of(model, include_self=False)
+        if type(layer).__module__.startswith("keras.") and not is_by_row(layer)
+    ]
+    if not names:
+        return ""
+    return f"{', '.join(names)}: a row's output may depend on other rows of the batch. "
 
-    That may be its activation, its regularizer, or the function of a `Lambda`.
+
+def is_by_row(layer: Any) -> bool:
+    """Return True for a layer of Keras that computes each row by itself.
+
+    It calls no function of the user's, as its activation, or its regularizer.
     """
     called = [layer, *filter(callable, vars(layer).values())]
     modules = [getattr(each, "__module__", None) or "" for each in called]
-    return all(module.startswith("keras.") for module in modules)
+    regularizer = layer.activity_regularizer
+    is_divided = isinstance(regularizer, _BY_ROW_REGULARIZERS) and _divides_activity()
+    axes = [getattr(layer, n, None) for n in ("axis", "axes", "attention_axes")]
+    return (
+        all(module.startswith("keras.") for module in modules)
+        and re.sub("[123]D", "", type(layer).__name__) in BY_ROW_LAYERS
+        and (regularizer is None or is_divided)
+        and not may_be_rows(axes)
+    )
+
+
+def may_be_rows(axes: Any) -> bool:
+    """Return True if one of some axes is 0, or may be that, counted from the end."""
+    known = [axis for axis in keras.tree.flatten(axes) if axis is not None]
+    return any(axis < 1 and axis != -1 for axis in known)
 
 
 def _computes_by_row(layer: Any) -> bool:
@@ -100,16 +155,17 @@ def find_declared_kind(loss: Any) -> str | None:
     """Return "reduction" for a loss of Keras that has a value for each row.
 
     Its `reduction` adds them up, or averages them. "batch" for one that is one number
-    for all rows, and `None` for a loss of the user's.
+    for all rows, and `None` for a loss of the user's, or over an axis of rows.
     """
-    function = getattr(loss, "fn", None)
+    function, (_, axis) = getattr(loss, "fn", None), private.function_and_axis(loss)
     modules = [type(loss).__module__, getattr(function, "__module__", "keras.")]
     if not all(module.startswith("keras.") for module in modules):
         return None
     if loss.reduction in (None, "none"):
         return None
-    is_one = getattr(function, "__name__", "") in _OVER_BATCH
-    return "batch" if is_one else "reduction"
+    if getattr(function, "__name__", "") in _OVER_BATCH:
+        return "batch"
+    return None if may_be_rows(axis) else "reduction"
 
 
 def split_step(
@@ -133,8 +189,11 @@ def split_step(
                 for loss in private.losses_in(compiled):
                     mixin.add(loss, PartOfLoss)
             logs = step(data)
-            if is_logged:
-                logs = keras.tree.map_structure(lambda v: weigh("log", v), logs)
+            if is_logged and context.trial is not None:
+                for path, value in keras.tree.flatten_with_path(logs):
+                    is_integer = tf.is_tensor(value) and value.dtype.is_integer
+                    if is_number(tf.cast(value, tf.float64) if is_integer else value):
+                        context.trial.note(("log", path), value)
             return logs
 
     return run

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -44,7 +43,7 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
         samples = {
             name: [
                 _sample(leaf)
-                for leaf in keras.tree.flatten(given)
+                for leaf in tf.nest.flatten(given, expand_composites=True)
                 if leaf is not None and len(leaf.shape) > 0
             ]
             for name, given in data.items()

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.data.draws import preserve_generators
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import StopRequest
@@ -79,9 +80,8 @@ def _next_keras_state() -> Any:
     generator = private.keras_state().get(private.SEED_GENERATOR)
     if generator is not None:
         return comm.to_array(generator.state)
-    drawn = random.Random()
-    drawn.setstate(random.getstate())
-    return [drawn.randint(1, int(1e9)), 0]  # as Keras seeds the generator
+    with preserve_generators():
+        return [random.randint(1, int(1e9)), 0]  # as Keras seeds the generator
 
 
 def _derive_seed(model: Any) -> int:
@@ -114,6 +114,7 @@ class TracedFunctions:
         global_rows: Rows of all ranks in the first step that was traced.
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
+        steps: The steps of this fit.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         noise: What steps draw without a seed, on several ranks.
         starts: The states in which metrics of the user's have begun, by their id.
@@ -126,7 +127,7 @@ class TracedFunctions:
         self.runner: Runner | None = None
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
-        self.position, self._steps = _counter([0, 0, 0]), _counter(0)
+        self.position, self.steps = _counter([0, 0, 0]), _counter(0)
         self.stop_request, self.noise = StopRequest(), StepNoise()
         self.starts: dict[int, MetricState] = {}
         self._compiled: tuple[Any, ...] = ()
@@ -144,7 +145,7 @@ class TracedFunctions:
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
         self.stop_request.reset()
-        for counter in (self.rows_trained, self.rows_seen, self.position, self._steps):
+        for counter in (self.rows_trained, self.rows_seen, self.position, self.steps):
             counter.assign(tf.zeros_like(counter))
 
     @contextlib.contextmanager
@@ -154,19 +155,19 @@ class TracedFunctions:
         yield
         self.starts = record_starts(list_own_metrics(model), self.starts, before)
 
-    def next_step(self) -> Any:
-        """Count a step of this fit, and return its number; in a graph or not."""
-        return self._steps.assign_add(1, read_value=True)
-
     def split(self, is_split: bool) -> None:
         """Set whether XLA compiles parts of a step."""
         self.is_split = is_split
 
-    def use_trial(self, trial: Trial | None, global_rows: int | None = None) -> None:
+    def use_trial(
+        self,
+        trial: Trial | None,
+        global_rows: int | None = None,
+        runner: Runner | None = None,
+    ) -> None:
         """Set what the steps are traced with; `None` if they have to be tried."""
         self.trial, self.global_rows = trial, global_rows
-        if trial is None or not trial.is_unseen:
-            self.runner = None
+        self.runner = runner if trial is not None and trial.is_open else None
 
     def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
@@ -271,8 +272,6 @@ class Session:
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""
         self.feed, self.validation = training, validation or self.validation
-        if training.division is not None:
-            self._set_position(training.division, training.division.begin)
 
     @property
     def feeds(self) -> list[Feed]:
@@ -287,13 +286,11 @@ class Session:
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the position of the next step, begin an epoch."""
         self.first_call = self.calls + 1
-        step = self.feed.begin_epoch(epoch)
-        if self.feed.division is not None:
-            self._set_position(self.feed.division, self.feed.division.span(step)[1])
-
-    def _set_position(self, division: Any, begin: int) -> None:
-        position = begin, division.total, division.global_batch
-        self.traced.position.assign(position)
+        step, division = self.feed.begin_epoch(epoch), self.feed.division
+        if division is not None:
+            begin = division.span(step)[1]
+            position = begin, division.total, division.global_batch
+            self.traced.position.assign(position)
 
     @property
     def knows_rows(self) -> bool:
@@ -359,8 +356,10 @@ class Session:
         all batches for ever: the tries become rare.
         """
         trial, calls = self.traced.trial, self.calls
-        is_due = calls == self.first_call or not calls & (calls - 1)
-        return is_due and trial is not None and trial.is_unseen
+        if trial is None or not trial.is_open:
+            return False
+        is_first = trial.is_unseen and calls == self.first_call
+        return is_first or not calls & (calls - 1)
 
     def reset_rows_trained(self) -> None:
         """Count from 0 again: an epoch begins."""
@@ -377,11 +376,6 @@ class Session:
     def rows_trained(self) -> int:
         """Rows of this epoch, with restored ones; this waits for the last step."""
         return int(self.traced.rows_trained.numpy())
-
-    @property
-    def process_rows(self) -> int:
-        """Rows of this epoch, without restored ones."""
-        return self.rows_trained - self.rows_restored
 
     def runs_on_all(self) -> bool:
         """Return True if a result that is read now is one over all ranks."""
@@ -408,25 +402,6 @@ class Session:
                 yield
         finally:
             self.evaluation, self.next_evaluation = before
-
-    @contextlib.contextmanager
-    def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
-        """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
-        before = self.averages, self.evaluation, self.next_evaluation
-        self.averages, self.evaluation, self.next_evaluation = True, None, feed
-        try:
-            yield
-        finally:
-            self.averages, self.evaluation, self.next_evaluation = before
-
-    @contextlib.contextmanager
-    def on_this_rank(self) -> Iterator[None]:
-        """Context manager in which results are this rank's own, without collectives."""
-        before, self.averages = self.averages, False
-        try:
-            yield
-        finally:
-            self.averages = before
 
     @contextlib.contextmanager
     def raise_on_all(self) -> Iterator[None]:

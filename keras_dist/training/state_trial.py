@@ -33,6 +33,8 @@ _ADVICE = {
     'by rows: {}. Set their `aggregation` ("sum" for counts and sums), or let them '
     "depend on means over rows alone.",
     "error": "{}",
+    "log": "Numbers that the step returns, which are averaged over the ranks: {}. "
+    "Return means or sums over rows, or compute them in a metric.",
     "variable": "Variables that the model does not keep, so that each rank has its own "
     "value: {}. Make them weights of the model: `add_weight(…, trainable=False)`.",
 }
@@ -44,7 +46,8 @@ class StateDifference:
 
     Args:
         kind: `"metric"`, `"weight"` (that no gradient changes), `"variable"` (outside
-            of the model), or `"error"`: a metric that cannot be combined.
+            of the model), `"log"` (that a step returns), or `"error"`: a metric that
+            cannot be combined.
         name: Its name; the text of an error.
         values: The value after the whole batch, and the one combined from its parts;
             `None` if there is none.
@@ -71,9 +74,7 @@ def read_state(model: Any) -> State:
 
 def differs(variable: Any, value: tf.Tensor) -> bool:
     """Return True if a variable has another value now, or another shape."""
-    current = tf.identity(variable)
-    is_other = current.shape != value.shape
-    return is_other or bool(tf.reduce_any(tf.not_equal(current, value)))
+    return not np.array_equal(tf.identity(variable), value)
 
 
 def name_strays(model: Any, variables: Sequence[Any]) -> list[StateDifference]:
@@ -109,10 +110,8 @@ def compare_metrics(
     for metric in stateful_metrics(model.metrics):
         start = metric_state.read_state(metric)
         states = [part[id(metric)].leave_out(start) for part in parts]
+        expected = _result(metric, whole[id(metric)])
         with metric_state.preserve_metrics([metric]):
-            metric_state.set_state(metric, whole[id(metric)])
-            expected = _result(metric)
-            metric_state.set_state(metric, start)
             try:
                 starts = [start] * len(parts)
                 metric_state.combine_states(metric, states, fractions, starts)
@@ -149,9 +148,31 @@ def compare_weights(
     return differences
 
 
-def _result(metric: Any) -> np.ndarray | None:
-    """Return the numbers that a metric gives; `None` if it gives none yet."""
-    with contextlib.suppress(Exception):  # as one that has seen no row may raise
+def name_logs(
+    model: Any, whole: State, numbers: Mapping[Any, tuple[float, float]]
+) -> list[StateDifference]:
+    """Return some numbers by their path in a step's logs, but for results of metrics.
+
+    Each number is the one of the whole batch, and the one combined from its parts.
+    """
+    metrics = stateful_metrics(model.metrics) if numbers else ()
+    results = [_result(metric, whole[id(metric)]) for metric in metrics]
+    known = np.concatenate([[], *(found for found in results if found is not None)])
+    return [
+        StateDifference("log", "/".join(map(str, path)), values)
+        for path, values in numbers.items()
+        if not np.isclose(known, values[0], rtol=_TOLERANCE, atol=0).any()
+    ]
+
+
+def _result(metric: Any, state: Any = None) -> np.ndarray | None:
+    """Return the numbers that a metric gives, in a state; `None` if it gives none."""
+    with (
+        contextlib.suppress(Exception),  # as one that has seen no row may raise
+        metric_state.preserve_metrics([metric]),
+    ):
+        if state is not None:
+            metric_state.set_state(metric, state)
         leaves = keras.tree.flatten(metric.result())
         arrays = [np.ravel(comm.to_array(leaf)) for leaf in leaves]
         return np.concatenate(arrays).astype("float64")

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, private
+from keras_dist import comm, mixin, private
 from keras_dist.data.dealer import add_mark, is_mark
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
@@ -88,15 +88,11 @@ class DistributedStep(PredictsAlone):
         session = self._distributed_session
         session.is_traced = False
         check_again(self)
-        asked = self.jit_compile
-        is_split = bool(asked) and comm.size() > 1
+        is_split = bool(self.jit_compile) and comm.size() > 1
         session.traced.split(is_split)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
-        self.jit_compile = asked and not is_split
-        try:
+        with mixin.change(self, jit_compile=self.jit_compile and not is_split):
             super().make_train_function(force)  # type: ignore[misc]
-        finally:
-            self.jit_compile = asked
         function = self.train_function
 
         def train(iterator: Any) -> Any:
@@ -107,7 +103,8 @@ class DistributedStep(PredictsAlone):
                     count = self.steps_per_execution
                     batches, iterator = build.read_first(iterator, count)
                     if batches:
-                        (_start if needs_batch else _try_again)(self, batches[0])
+                        batch, _ = session.split_mark(batches[0])
+                        (_start if needs_batch else _try_step)(self, batch)
                     if self.train_function is not train:
                         return self.train_function(iterator)
                 return function(iterator)
@@ -222,7 +219,7 @@ def describe_step(
     session = session_of(model)
     is_keras_path = losses.is_keras_method(model, "train_step")
     with _after(data):
-        number = session.traced.next_step()
+        number = session.traced.steps.assign_add(1, read_value=True)
     return step_context.StepContext(
         rows=rows,
         has_rows=has_rows,
@@ -315,39 +312,49 @@ def _needs_batch(model: Any) -> bool:
     return not session.has_started or session.traced.global_rows is None
 
 
-def _start(model: Any, data: Any) -> None:
+def _start(model: Any, batch: Any) -> None:
     """Build the model, copy it to all ranks and try its step, before it is traced."""
-    session = session_of(model)
-    own_step = own_train_step(model)
-    data, _ = session.split_mark(data)
-    build.start(model, session, data, own_step, is_eager=model.run_eagerly)
-    is_averaged = comm.size() > 1 and averages(model)
-    result = session.traced.trial
-    if result is None and is_averaged and not losses.is_declared(model):
-        session.traced.runner = trial.Runner(model, own_step)
-        result = trial.try_step(session.traced.runner, data)
-        trial.warn(model, result)
-        if session.is_verbose and comm.rank() == 0:
-            say(f"gradients: {result}")
-    global_rows = int(comm.sum(int(num_rows(data))))
-    session.traced.use_trial(result or trial.Trial(), global_rows)
+    session, own_step = session_of(model), own_train_step(model)
+    build.start(model, session, batch, own_step, is_eager=model.run_eagerly)
+    traced, is_averaged = session.traced, comm.size() > 1 and averages(model)
+    if traced.trial is None and is_averaged and not losses.is_declared(model):
+        _try_step(model, batch)
+    global_rows = int(comm.sum(int(num_rows(batch))))
+    traced.use_trial(traced.trial or trial.Trial(), global_rows, traced.runner)
 
 
-def _try_again(model: Any, data: Any) -> None:
-    """Try the step again if a loss, or gradients, have been 0; all ranks call this."""
-    session = session_of(model)
-    before = session.traced.trial
-    assert before is not None  # it has something that was not seen
-    runner = session.traced.runner or trial.Runner(model, own_train_step(model))
-    data, _ = session.split_mark(data)
-    found = before.add(trial.try_step(runner, data))
+def _try_step(model: Any, batch: Any) -> None:
+    """Try the step; or again, if something was 0 before. All ranks call this."""
+    session, traced = session_of(model), session_of(model).traced
+    runner = traced.runner or trial.Runner(model, own_train_step(model))
+    found, before = trial.try_step(runner, batch), traced.trial
+    if session.feed.plan.is_global:
+        with comm.together():
+            _check_batch_weights(model, batch, found.reason)
+    if before is not None:  # and its states were named
+        found = replace(before.add(found), states=())
     if str(found) != str(before):  # both with the seconds of the first
-        trial.warn(model, replace(found, states=()))
+        trial.warn(model, found)
         if session.is_verbose and comm.rank() == 0:
             say(f"gradients: {found}")
-    session.traced.use_trial(found, session.traced.global_rows)
-    if found.kinds != before.kinds:
+    traced.use_trial(found, traced.global_rows, runner)
+    if before is not None and found.kinds != before.kinds:
         model.make_train_function(force=True)
+
+
+def _check_batch_weights(model: Any, batch: Any, reason: str) -> None:
+    """Raise a `ValueError` if a step fails on other rows than some weights have."""
+    inputs = getattr(model, "inputs", None) or ()
+    rows = {int(num_rows(batch)), *(each.shape[0] for each in inputs)}
+    sizes = {v.path: tuple(v.shape) for v in model.weights if {*v.shape[:1]} & rows}
+    if sizes and reason.startswith(("InvalidArgumentError", "ValueError")):
+        raise ValueError(
+            "The step fails on a part of a batch, and weights have an entry for each "
+            f"row, of which each rank has a part. Received: {reason}, and weights of "
+            f"the shapes {sizes}. Train on one process (keras-dist run -np 1), or call "
+            '`keras_dist.dist_fit(model, …, batch="rank")`: then a rank has whole '
+            "batches of its own."
+        )
 
 
 def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
@@ -355,8 +362,11 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     if not session.runs_on_all():
         return own_result()
     seen, starts = session.update_counts(), session.traced.starts
+    # In an evaluation the ranks' last batches are not parts of one.
+    tried = session.evaluation is None and session.traced.trial
+    sums = tried.kinds.sums if tried else ()
     return metrics.global_result(
-        model.metrics, own_result, seen=seen, starts=starts, logs=logs
+        model.metrics, own_result, seen=seen, starts=starts, logs=logs, sums=sums
     )
 
 

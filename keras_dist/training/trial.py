@@ -21,6 +21,7 @@ values that they had before.
 """
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -40,7 +41,7 @@ from keras_dist.optimizer.attach import Recorded
 from keras_dist.optimizer.nested import optimizers_of, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
 from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
-from keras_dist.training.losses import num_rows, split_step
+from keras_dist.training.losses import explain_row_mixers, num_rows, split_step
 from keras_dist.training.metric_state import preserve_metrics, set_state
 from keras_dist.training.metric_state import read_state as read_metric
 from keras_dist.training.metrics import stateful_metrics
@@ -53,6 +54,7 @@ from keras_dist.training.state_trial import (
     compare_weights,
     describe,
     differs,
+    name_logs,
     name_strays,
     read_state,
 )
@@ -109,6 +111,7 @@ class Trial:
         weights: For each weight, by how much its gradient differs.
         states: Metrics and other state that the parts do not add up to.
         nonzero: Variables that were 0, and had another value where gradients differed.
+        mixers: `losses.explain_row_mixers`: these may not show in each batch.
         reason: Why the step was not tried; "" if it was.
         seconds: How long it took.
     """
@@ -119,6 +122,7 @@ class Trial:
     weights: dict[str, float] = field(default_factory=dict)
     states: Sequence[StateDifference] = ()
     nonzero: Sequence[str] = ()
+    mixers: str = ""
     reason: str = ""
     seconds: float = 0.0
 
@@ -142,28 +146,41 @@ class Trial:
         """True if something was 0, or not finite, so that it has to be tried again."""
         return None in self.found.values()
 
+    @property
+    def is_open(self) -> bool:
+        """True if another batch may show more."""
+        is_hidden = "neither" not in self.updates and bool(self.mixers)
+        return bool(self.updates) and (self.is_unseen or is_hidden)
+
     def describe_unseen(self) -> str:
         """Say which losses were 0; "" if none were."""
         unseen = [s for s, k in self.found.items() if k is None and s[0] == "loss"]
         return f"{len(unseen)} loss{'es' * (len(unseen) > 1)} of 0" if unseen else ""
 
     def add(self, other: "Trial") -> "Trial":
-        """Return what this trial and another one of the same step have found."""
+        """Return what two trials of one step have found, of other rows or values.
+
+        What is a mean in one and a sum in the other is neither.
+        """
         if other.reason or len(other.updates) != len(self.updates):
             return self
-        both = self.found, other.found
-        is_new = "neither" in other.updates and "neither" not in self.updates
-        paths = [*self.weights, *other.weights]
+        states = {(s.kind, s.name): s for s in (*other.states, *self.states)}
+        found, weights = self.found | other.found, self.weights | other.weights
+        for site in found:
+            kinds = {self.found.get(site), other.found.get(site)} - {None}
+            found[site] = "neither" if len(kinds) > 1 else next(iter(kinds), None)
         return replace(
             self,
-            found={s: _join_kinds(f.get(s) for f in both) for s in both[0] | both[1]},
+            found=found,
             difference=max(self.difference, other.difference),
-            gatherable={**self.gatherable, **other.gatherable},
-            weights={
-                p: max(self.weights.get(p, 0.0), other.weights.get(p, 0.0))
-                for p in paths
+            gatherable={
+                site: max(mib, other.gatherable[site])
+                for site, mib in self.gatherable.items()
+                if site in other.gatherable
             },
-            nonzero=other.nonzero if is_new else self.nonzero,
+            weights={p: max(w, self.weights.get(p, 0.0)) for p, w in weights.items()},
+            states=[states[key] for key in sorted(states)],
+            nonzero=self.nonzero if "neither" in self.updates else other.nonzero,
         )
 
     def __str__(self) -> str:
@@ -208,7 +225,8 @@ def try_step(runner: "Runner", data: Any) -> Trial:
     begin = time.monotonic()
     reason = next(filter(None, comm.gather(explain_untriable(data))), "")
     found = Trial(reason=reason) if reason else try_alone(runner, data)
-    return replace(_join(comm.gather(found)), seconds=time.monotonic() - begin)
+    found, mixers = _join(comm.gather(found)), explain_row_mixers(runner.model)
+    return replace(found, mixers=mixers, seconds=time.monotonic() - begin)
 
 
 def try_alone(runner: "Runner", data: Any) -> Trial:
@@ -265,7 +283,7 @@ def warn(model: Any, trial: Trial) -> None:
     names = ", ".join(trial.nonzero)
     lines.warn(
         f"{explain_unsynchronized(model)}"
-        "The train step was tried on two parts of its first batch"
+        f"{trial.mixers}The train step was tried on two parts of a batch"
         f"{f', with {names} not 0' * bool(names)}: the mean of their "
         "gradients differs from the gradient of the whole by "
         f"{_percent(trial.difference)} (most: {', '.join(worst)}), and so does their "
@@ -354,7 +372,6 @@ class Runner:
         self._kinds = LossKinds()
         self._functions: dict[Any, Any] = {}
         self._is_of_fixed_rows = False
-        self._zeros: list[Any] | None = None
         # Of the last run, or trace:
         self._sites: list[Site] = []
         self._gatherable: dict[Site, float] = {}
@@ -368,21 +385,21 @@ class Runner:
     def find(self, data: Any) -> Trial:
         """Try the step on a batch: as it is, and with no scalar variable at 0."""
         leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        self._data, self._zeros = data, None
+        self._data = data
         self._leaves = [
             leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
             for leaf in leaves
         ]
         self._rows = int(self._leaves[0].shape[0])
-        found = self._compare_parts()
-        zeros: list[Any] = self._zeros or []
+        found, zeros = self._compare_parts(), self._list_zeros()
         if zeros:
             with preserve_variables(zeros), contextlib.suppress(Exception):
                 for variable in zeros:
                     is_float = variable.dtype.is_floating
                     variable.assign(_NOT_ZERO if is_float else _NOT_ZERO_INTEGER)
                 names = [variable.name.partition(":")[0] for variable in zeros]
-                found = found.add(replace(self._compare_parts(), nonzero=names))
+                others = replace(self._compare_parts(), states=(), nonzero=names)
+                found = found.add(others)
         return found
 
     def _compare_parts(self) -> Trial:
@@ -406,12 +423,15 @@ class Runner:
                 for begin, end in ((0, cut), (cut, self._rows))
             ]
 
+        def mix(site: Site, parts: list[Run]) -> float:
+            pairs = zip(parts, fractions, strict=True)
+            return sum(part.numbers[site] * f for part, f in pairs)
+
         def judge(site: Site, parts: list[Run]) -> str | None:
             value, values = whole.numbers[site], [p.numbers[site] for p in parts]
-            mean = sum(v * f for v, f in zip(values, fractions, strict=True))
             size = max(map(abs, [value, *filter(np.isfinite, values)]))
-            tolerance = self._tolerances[1] * size
-            return _kind(size, abs(value - mean), abs(value - sum(values)), tolerance)
+            gaps = abs(value - mix(site, parts)), abs(value - sum(values))
+            return _kind(size, *gaps, self._tolerances[1] * size)
 
         tried = {}
         thirds = (self._rows // 3, 2 * self._rows // 3)
@@ -438,7 +458,13 @@ class Runner:
                 numbers |= doubted
                 updates, difference, weights = others
         runs = self.model, whole.state, [part.state for part in parts], fractions
+        differing = {
+            site[1]: (whole.numbers[site], mix(site, parts))
+            for site, kind in numbers.items()
+            if kind == "neither" and site[0] == "log"
+        }
         states = compare_metrics(*runs) + compare_weights(*runs)
+        states += name_logs(self.model, whole.state, differing)
         if (states or "neither" in updates.values()) and self._is_random(whole):
             return self._find_by_repeating()
         states += self._strays
@@ -565,8 +591,6 @@ class Runner:
             # What the model does not keep.
             others = [v for v in function.graph.variables if id(v) not in kept]
         variables = [*list_variables(self.model), *others]
-        if self._zeros is None:
-            self._zeros = self._find_zeros(function)
         metrics = stateful_metrics(self.model.metrics)
         with (
             preserve_variables([v for v in variables if not _is_seed(v)]) as before,
@@ -589,19 +613,17 @@ class Runner:
         gradients = keras.tree.map_structure(np.array, gradients)
         return Run(gradients, {s: float(n) for s, n in numbers.items()}, shared, state)
 
-    def _find_zeros(self, function: Any) -> list[Any]:
+    def _list_zeros(self) -> list[Any]:
         """List the scalars that the step reads, and that are 0, but for metrics."""
-        if self.model.run_eagerly:
-            read = [variable.value for variable in self.model.variables]
-        else:
-            read = list(function.graph.variables)
-        metrics = stateful_metrics(self.model.metrics)
-        ignored = {id(v.value) for metric in metrics for v in metric.variables}
+        read = {id(v): v for f in self._functions.values() for v in f.graph.variables}
+        if not read:  # without a graph
+            read = {id(v.value): v.value for v in self.model.variables}
+        for variable in self.model.metrics_variables:
+            read.pop(id(variable.value), None)
         return [
             v
-            for v in read
-            if id(v) not in ignored
-            and v.shape.rank == 0
+            for v in read.values()
+            if v.shape.rank == 0
             and (v.dtype.is_floating or v.dtype.is_integer)
             and not v.numpy()
         ]
@@ -668,39 +690,20 @@ class Runner:
 def _join(trials: Sequence[Trial]) -> Trial:
     """Return what all ranks found together.
 
-    What is a mean on one rank and a sum on another is neither. A rank may have found
-    nothing, as in a batch without a label. Then the others may be wrong, if each of
-    their rows has one: such a loss is computed from the rows of all ranks.
+    A rank may have found nothing, as in a batch without a label. Then the others may be
+    wrong, if each of their rows has one: such a loss is computed from the rows of all
+    ranks.
     """
     every = [trial for trial in trials if not trial.reason]
     if not every:
         return trials[0]
     if len({len(trial.updates) for trial in every}) > 1 or not every[0].updates:
         return Trial(reason="its step does not make the same updates in each run")
-
-    sites = {site for trial in every for site in trial.found}
-    found: dict[Site, str | None] = {
-        site: _join_kinds(trial.found.get(site) for trial in every) for site in sites
-    }
-    gatherable = set.intersection(*(set(trial.gatherable) for trial in every))
-    for site in gatherable & sites:
+    joined = functools.reduce(Trial.add, every)
+    for site in joined.gatherable:
         if len({trial.found.get(site) is None for trial in every}) > 1:
-            found[site] = "neither"
-    paths = {path for trial in every for path in trial.weights}
-    states = {(s.kind, s.name): s for trial in every[::-1] for s in trial.states}
-    return Trial(
-        found,
-        max(trial.difference for trial in every),
-        {site: max(trial.gatherable[site] for trial in every) for site in gatherable},
-        {p: max(trial.weights.get(p, 0.0) for trial in every) for p in sorted(paths)},
-        [states[key] for key in sorted(states)],
-        sorted({name for trial in every for name in trial.nonzero}),
-    )
-
-
-def _join_kinds(kinds: Iterable[str | None]) -> str | None:
-    known = {kind for kind in kinds if kind is not None}
-    return known.pop() if len(known) == 1 else "neither" if known else None
+            joined.found[site] = "neither"
+    return joined
 
 
 def _kind(size: float, of_mean: float, of_sum: float, tolerance: float) -> str | None:

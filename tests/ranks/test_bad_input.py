@@ -67,6 +67,40 @@ def test_stateful_layers_in_a_batch_of_each_rank(world):
     assert_equals_one_process(partial(make, 4), (x, y), 4, **makes, **how)
 
 
+class PerRow(keras.layers.Layer):
+    """Has a weight for each row of a batch."""
+
+    def build(self, shape):
+        """Of the batch's size, as it was built for."""
+        self.each = self.add_weight(shape=tuple(shape), name="each")
+
+    def call(self, x):
+        """Each row by its own."""
+        return x * self.each
+
+
+@pytest.mark.three_ranks
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("rows", [None, 12])
+def test_weights_for_each_row_in_a_global_batch(world, rows):
+    """An error that leads to one process, or to batches of each rank's own."""
+
+    def make():
+        inputs = [] if rows is None else [keras.Input((3,), batch_size=rows)]
+        model = keras.Sequential([*inputs, PerRow(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    x = np.ones((72, 3))
+    call = fit(make(), x, x[:, :1], batch_size=12, batch="global")
+    texts = "weights have an entry for each row", "keras-dist run -np 1"
+    raises_everywhere(ValueError, call, *texts, 'batch="rank"')
+    fit(make(), x, x[:, :1], batch_size=12, batch="rank")()
+    if rows is None:  # of ranks with other numbers of rows
+        call = fit(make(), x, x[:, :1], batch_size=11, batch="global")
+        raises_everywhere(ValueError, call, "keras-dist run -np 1")
+
+
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("is_built", [True, False])
 def test_float8_is_an_error(rows, is_built):
@@ -184,20 +218,18 @@ def test_ranks_that_differ(world, make_model, rows):
 
 @pytest.mark.several_ranks
 def test_endless_data_needs_steps(make_model, rows):
-    """And what has no rows of one length has to be split before."""
+    """And what cannot be read by row has to be split before."""
     endless = tf.data.Dataset.from_tensor_slices(rows).batch(9).repeat()
     call = fit(make_model(), endless)
     raises_everywhere(ValueError, call, "Pass `steps_per_epoch`")
-    ragged = tf.ragged.constant([[1.0], [1.0, 2.0]] * 4)
     sparse = tf.sparse.from_dense(rows[0])
     many = keras_dist.DistributedModel(make_model())
     for call in (
-        fit(make_model(), ragged, ragged),
+        fit(make_model(), sparse, rows[1], validation_split=0.5),
         fit(make_model(), *rows, validation_data=(sparse, rows[1])),
-        lambda: many.evaluate(ragged, rows[1][:8], verbose=0),
         lambda: many.evaluate(sparse, rows[1], verbose=0),
     ):
-        raises_everywhere(ValueError, call, "Ragged and sparse")
+        raises_everywhere(ValueError, call, "Sparse tensors cannot be sharded")
 
 
 @pytest.mark.three_ranks

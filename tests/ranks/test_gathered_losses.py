@@ -110,6 +110,10 @@ LOSSES = {
     ),
     "dice": (keras.losses.Dice(dtype="float64"), Y),
     "tversky": (keras.losses.Tversky(alpha=0.3, beta=0.7, dtype="float64"), Y),
+    "cosine_over_rows": (
+        keras.losses.CosineSimilarity(axis=0, dtype="float64"),
+        Y,
+    ),
     "circle": (keras.losses.Circle(gamma=2, dtype="float64"), GROUPS),
     "ignore_class": (
         keras.losses.SparseCategoricalCrossentropy(
@@ -189,7 +193,11 @@ def fit(name, **options):
 # How all are trained, and which of them `make test` tries: the last batch of ten rows
 # has one, so that the other ranks take part without rows.
 HOW = {
-    'batch="global"': ({}, LOSSES, {"none_and_nan", "weighted_root"}),
+    'batch="global"': (
+        {},
+        LOSSES,
+        {"none_and_nan", "weighted_root", "cosine_over_rows"},
+    ),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
     "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], set()),
 }

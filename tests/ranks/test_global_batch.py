@@ -70,7 +70,7 @@ def compiled(optimizer=None, loss="binary_crossentropy"):
 def assert_equals(data, size=10, *, make=compiled, **arguments):
     """The claim of this file, to rounding in float64."""
     given = {"batch": "global", "epochs": 2, "tolerance": 1e-10} | arguments
-    assert_equals_one_process(make, data, size, **given)
+    return assert_equals_one_process(make, data, size, **given)
 
 
 @pytest.mark.parametrize("kind", shortened(KINDS, {"arrays"}))
@@ -81,6 +81,42 @@ def test_the_same_script_gives_the_same_model_and_logs(kind):
         same = "batched" if kind in ("shuffled", "filtered batches") else kind
         more = {"validation_data": validation_of(same, 8)}
     assert_equals(data_of(kind, 41), **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    shortened([(kind, n) for kind in KINDS for n in (1, 2)], {("arrays", 1)}),
+)
+def test_batches_of_fewer_rows_than_ranks_train(kind, size):
+    """The ranks without a row take part in each step."""
+    assert_equals(data_of(kind, 5), size, **STEPS.get(kind, {}))
+
+
+def test_ragged_tensors_train_as_arrays_do():
+    """With a part held out, and in an evaluation and a prediction."""
+    x, y = rows_of(24, 0)
+    lengths = 1 + np.arange(24) % 5
+    ragged = tf.RaggedTensor.from_tensor(x, lengths)
+
+    class Sums(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, activation="sigmoid")
+
+        def call(self, x):
+            return self.dense(x.to_tensor(shape=[None, 5]))
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = Sums()
+        model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
+        return model
+
+    model, _, _ = assert_equals((ragged, y), make=make, validation_split=0.25)
+    plain = model.evaluate(ragged, y, verbose=0), model.predict(ragged, verbose=0)
+    many = keras_dist.DistributedModel(model)
+    np.testing.assert_allclose(many.evaluate(ragged, y, verbose=0), plain[0], 1e-10)
+    np.testing.assert_allclose(many.predict(ragged, verbose=0), plain[1], 1e-10)
 
 
 @pytest.mark.parametrize("batch", shortened(["global", "rank"], {"global"}))

@@ -123,11 +123,12 @@ def test_what_does_not_add_up_is_said_once(world, how):
 def test_functions_of_keras_that_compare_rows_are_said(world):
     """They have no value for each row."""
     correlation = keras.metrics.PearsonCorrelation(axis=0)
-    metrics = [keras.losses.dice, keras.losses.Tversky(), correlation]
+    cosine = keras.metrics.CosineSimilarity(axis=0)
+    metrics = [keras.losses.dice, keras.losses.Tversky(), correlation, cosine]
     messages, _ = messages_of(metrics=metrics)
     assert len(messages) == (world.rank == 0), messages
     for message in messages:
-        for name in ("dice (0.", "tversky (0.", "pearson_correlation ("):
+        for name in ("dice (0.", "tversky (0.", "pearson_correlation (", "cosine_"):
             assert name in message, message
 
 

@@ -1,5 +1,7 @@
 """A step is tried before the first update: what N ranks cannot equal is said."""
 
+import tempfile
+
 import keras
 import numpy as np
 import pytest
@@ -118,11 +120,39 @@ def centered(x):
     return x - keras.ops.mean(x, axis=0, keepdims=True)
 
 
+def spectrogram():
+    """Inputs as sound, whose loudest moment is a maximum over the batch."""
+    mel = {"num_mel_bins": 4, "sampling_rate": 100, "min_freq": 5, "dtype": "float32"}
+    return keras.Sequential(
+        [
+            keras.layers.Dense(256),
+            keras.layers.MelSpectrogram(64, sequence_stride=32, top_db=5, **mel),
+            keras.layers.Flatten(),
+        ]
+    )
+
+
+def saved_model():
+    """A layer of a function that TensorFlow has saved."""
+    module = tf.Module()
+    spec = tf.TensorSpec([None, 3], "float64")
+    module.serve = tf.function(centered, input_signature=[spec])
+    with tempfile.TemporaryDirectory() as folder:
+        tf.saved_model.save(module, folder)
+        return keras.layers.TFSMLayer(folder, call_endpoint="serve")
+
+
 WITH_OWN_CODE = {
     "regularizer": lambda: keras.layers.Dense(2, activity_regularizer=Sparse()),
     "activation": lambda: keras.layers.Dense(2, activation=centered),
     "lambda": lambda: keras.layers.Lambda(centered),
     "operation": lambda: centered,
+}
+COMPARES_ROWS = {
+    "mel_spectrogram": spectrogram,
+    "softmax": lambda: keras.layers.Softmax(axis=0),
+    "unit_normalization": lambda: keras.layers.UnitNormalization(axis=-2),
+    "tfsm_layer": saved_model,
 }
 
 
@@ -134,6 +164,18 @@ def test_a_function_in_an_object_of_keras_is_tried(world, way):
     model = keras.Model(inputs, outputs)
     model.compile("sgd", "mse")
     assert len(fit(model)) == (world.rank == 0)
+
+
+@pytest.mark.parametrize("name", COMPARES_ROWS)
+def test_a_layer_of_keras_that_compares_rows_is_named(world, name):
+    """With how far the gradients of two parts are from those of the batch."""
+    keras.utils.clear_session()  # the layers' names are counted
+    model = keras.Sequential([keras.Input((3,)), COMPARES_ROWS[name]()])
+    model.add(keras.layers.Dense(1, name="last"))
+    model.compile("sgd", "mse")
+    texts = fit(model)
+    assert len(texts) == (world.rank == 0)
+    assert all(f"{name}: a row's output may depend on" in text for text in texts)
 
 
 class Labelled(keras.Sequential):
@@ -183,11 +225,12 @@ class Counts(keras.Model):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         self.errors.update_state(tf.reduce_sum(tf.abs(y - y_pred)))
         logs = super().compute_metrics(x, y, y_pred, sample_weight)
-        return logs | {"largest": 2 * tf.reduce_sum(y_pred)}
+        positive = tf.reduce_sum(tf.cast(y_pred > 0, tf.int32))
+        return logs | {"largest": 2 * tf.reduce_sum(y_pred), "positive": positive}
 
 
 def test_numbers_of_compute_metrics_are_those_of_all_rows():
-    """A tracker, and a number that it adds to the logs."""
+    """A tracker, and numbers that it adds to the logs: a sum, and a count."""
 
     def make():
         inputs = keras.Input((3,))
@@ -197,6 +240,34 @@ def test_numbers_of_compute_metrics_are_those_of_all_rows():
 
     how = {"batch": "global", "tolerance": 1e-11, "epochs": 2}
     assert_equals_one_process(make, (X, Y), 24, **how)
+
+
+class Spreads(keras.Model):
+    """Logs numbers that are no mean and no sum, and a metric by another name."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        spread = tf.reduce_max(y_pred) - tf.reduce_min(y_pred)
+        half = tf.reduce_sum(y_pred) / tf.reduce_sum(tf.abs(y_pred))
+        gap = logs["auc"] - logs["mae"]
+        return {"spread": spread, "half": half, "gap": gap, "area": logs["auc"]}
+
+
+@pytest.mark.parametrize("run_eagerly", shortened([False, True], {False}))
+def test_numbers_of_compute_metrics_that_ranks_average_are_named(world, run_eagerly):
+    """With the value of the batch, and the one of its parts; results are not."""
+    inputs = keras.Input((3,))
+    outputs = keras.layers.Dense(1, activation="sigmoid")(inputs)
+    model = Spreads(inputs, outputs)
+    metrics = [keras.metrics.AUC(name="auc"), "mae"]
+    model.compile("sgd", "mse", metrics=metrics, run_eagerly=run_eagerly)
+    data = X, (Y > 0).astype("float64")
+    with warned("Numbers that the step returns") as texts:
+        keras_dist.dist_fit(model, *data, batch_size=24, batch="global", verbose=0)
+    assert len(texts) == (world.rank == 0)
+    for text in texts:
+        assert "spread (0." in text and "gap (" in text and "half" not in text
+        assert "area" not in text and " from its parts)" in text
 
 
 def test_layers_that_normalize_by_the_rows_of_a_rank_are_named_first(world):

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from keras_dist.errors import read_number
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.monitor.end_note import note_end
@@ -89,7 +90,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._size, self._limit = rank, size, limit
-        alone = read_limit(variable=_ALONE_VARIABLE, default=_DEFAULT_ALONE_LIMIT)
+        alone = read_limit(_ALONE_VARIABLE, _DEFAULT_ALONE_LIMIT)
         self._alone_limit = max(limit, alone or float("inf"))
         self._ignored_threads = set(ignored_threads)
         # In which the ranks keep their heartbeats; with `None` each rank knows only
@@ -338,40 +339,21 @@ def _read(path: Path) -> str:
         return ""
 
 
-def read_limit(
-    argument: float | None = None,
-    *,
-    variable: str = VARIABLE,
-    default: float = _DEFAULT_LIMIT,
-) -> float:
-    """Seconds without progress after which the job ends; 0 for no limit.
-
-    Args:
-        argument: The limit that the user passed; by default that of the variable.
-        variable: An environment variable.
-        default: The limit if it is not set.
+def read_limit(variable: str = VARIABLE, default: float = _DEFAULT_LIMIT) -> float:
+    """Return the seconds without progress after which the job ends; 0 for no limit.
 
     Raises:
-        ValueError: If the limit is not a number, or negative.
+        ValueError: If the variable holds no number of at least 0.
     """
-    value = os.environ.get(variable, default) if argument is None else argument
-    try:
-        limit = float(value)
-    except (TypeError, ValueError):
-        limit = -1.0
-    if not limit >= 0:
-        raise ValueError(
-            "The limit for ranks without progress must be a number of seconds, or 0 "
-            f"for none. Received: {value!r}. Set it with {variable}"
-            f"{' or `stall_limit`' * (variable == VARIABLE)}."
-        )
-    return limit
+    value = os.environ.get(variable, default)
+    return read_number(value, name=variable, unit="seconds without progress")
 
 
 def set_limit(argument: float | None) -> None:
     """Set the limit to what the user passed, before `start`; `None` changes nothing."""
     if argument is not None:
-        os.environ[VARIABLE] = str(read_limit(argument))
+        limit = read_number(argument, name="stall_limit", unit="seconds")
+        os.environ[VARIABLE] = str(limit)
 
 
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
