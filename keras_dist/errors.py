@@ -1,6 +1,7 @@
 """Errors that one rank has and all ranks raise."""
 
 import contextlib
+from typing import Any
 
 
 class RankError(ValueError, TypeError, RuntimeError):
@@ -48,3 +49,17 @@ def mark_known(error: Exception) -> None:
 def is_known(error: Exception) -> bool:
     """Return True if an error was already raised on all ranks."""
     return getattr(error, "_is_known_to_all_ranks", False)
+
+
+def read_number(value: Any, *, name: str, unit: str) -> float:
+    """Return the number that an option or an environment variable holds.
+
+    Raises:
+        ValueError: If it is not a number, or negative.
+    """
+    with contextlib.suppress(TypeError, ValueError):
+        if (number := float(value)) >= 0:
+            return number
+    raise ValueError(
+        f"`{name}` must be a number of {unit}, at least 0. Received: {name}={value!r}"
+    )

@@ -20,10 +20,10 @@ from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
-from keras_dist.data.division import StepsRule
+from keras_dist.data.division import StepsRule, check_choice
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source
-from keras_dist.lines import find_caller, show
+from keras_dist.lines import find_caller, say, show
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.plan import draw_box
@@ -137,6 +137,7 @@ def dist_fit(
     return train(given.pop("model"), given, options)
 
 
+@comm.raise_on_all()
 def train(
     model: Any,
     given: dict[str, Any],
@@ -152,12 +153,11 @@ def train(
         loop: Keras's own `fit` of the model. Default: the model's, which may prepare
             the data and then call Keras's own.
     """
-    with comm.together():
-        check_model(model)
-        most_mib()
-        options = options.resolve()
-        data = sources.make_sources(given, options.shard)
-        given = given | data
+    check_model(model)
+    most_mib()
+    options = options.resolve()
+    data = sources.make_sources(given, options.shard)
+    given = given | data
     with draws.enter_fit(comm.broadcast(draws.get_states())):
         return _train_on_data(model, given, options, loop)
 
@@ -177,15 +177,13 @@ def _train_on_data(
     if loop is not None:  # the script is one for one process
         sources.warn_of_own_data(compared, options.shard)
     with open_checkpoints(options, spec) as resumed:
-        with comm.together():
-            setup = prepare(model, given, options, resumed.spec if resumed else spec)
+        setup = prepare(model, given, options, resumed.spec if resumed else spec)
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(data)
-        if comm.rank() == 0 and given["verbose"] != 0:
-            show(draw_box(f"keras_dist {__version__}", setup.plan))
+        if comm.rank() == 0:
+            _show_plan(setup.plan, is_shown=given["verbose"] != 0)
         with (
-            comm.explain_errors(),
             train_on_all(
                 model,
                 setup.training,
@@ -197,12 +195,24 @@ def _train_on_data(
         ):
             session.is_verbose = given["verbose"] != 0
             with (
-                session.raise_on_all(),
                 _draw_own_numbers(setup, options),
                 saving(resumed, setup) as arguments,
                 autolog_once(),
             ):
                 return run_loop(model, "fit", arguments, loop)
+
+
+_shown_sizes: set[int] = set()  # numbers of ranks that the script was told
+
+
+def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
+    """Show the plan; else one line, the first time, with the number of ranks."""
+    title, size = f"keras_dist {__version__}", comm.size()
+    if is_shown:
+        show(draw_box(title, lines))
+    elif size > 1 and size not in _shown_sizes:
+        say(f"{title}: fit runs on {size} ranks")
+    _shown_sizes.add(size)
 
 
 @contextlib.contextmanager
@@ -224,10 +234,9 @@ def _find_order_seed(model: Any) -> int:
     So the script later draws the same random numbers as on one process. The number of
     updates so far is added to the seed: the next fit shuffles in another order.
     """
-    generator = random.Random()
-    generator.setstate(random.getstate())
     made = getattr(getattr(model, "optimizer", None), "iterations", 0)
-    return (generator.getrandbits(31) + int(made)) % 2**31
+    with draws.preserve_generators():
+        return (random.getrandbits(31) + int(made)) % 2**31
 
 
 # The model and the method whose next call is one of ours, for Keras's own loop.
@@ -281,6 +290,7 @@ def _takes_data(method: Callable[..., Any]) -> bool:
     return "x" in parameters or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
+@comm.raise_on_all()
 def evaluate(
     model: Any,
     given: dict[str, Any],
@@ -290,20 +300,18 @@ def evaluate(
     """Evaluate as `DistributedModel.evaluate`, of which `given` are the arguments."""
     if comm.size() == 1:
         return run_loop(model, "evaluate", given, loop)
-    with comm.together():
-        check_model(model)
-        options = options.resolve()
-        names = ("x", "y", "sample_weight")
-        pieces = {name: lists_to_arrays(given[name]) for name in names}
-        pieces["x"] = sources.make_source(pieces["x"], options.shard)
+    check_model(model)
+    options = options.resolve()
+    names = ("x", "y", "sample_weight")
+    pieces = {name: lists_to_arrays(given[name]) for name in names}
+    pieces["x"] = sources.make_source(pieces["x"], options.shard)
     feed = _make_feed(model, "validation", pieces, given, options)
     arguments = given | feed.arguments | {"steps": feed.keras_steps}
     callbacks = flatten_callbacks(given["callbacks"])
     arguments["callbacks"] = on_this_rank(callbacks) or None
     if comm.rank() > 0:
         arguments["verbose"] = 0
-    on_all_ranks = evaluate_on_all(model, feed)
-    with comm.explain_errors(), on_all_ranks, raise_own_errors([feed]):
+    with evaluate_on_all(model, feed), raise_own_errors([feed]):
         return run_loop(model, "evaluate", arguments, loop)
 
 
@@ -355,7 +363,7 @@ def predict(
         return predict_rows(x.data if is_source else x, steps)
     pieces = {"x": x, "y": None, "sample_weight": None}
     feed = _make_feed(model, "predicted", pieces, given, options)
-    with comm.explain_errors(), raise_own_errors([feed]):
+    with raise_own_errors([feed]):
         if is_source and not x.is_same:
             return predict_rows(feed.data, steps)
         if mixin.has(model, DistributedStep):
@@ -403,11 +411,7 @@ def _make_feed(
 
 def _check_predict(model: Any, gather: bool | Literal["first"]) -> None:
     check_model(model, is_compiled=False)
-    if gather not in (True, False, "first"):
-        raise ValueError(
-            '`gather` must be True, False or "first" (the first rank alone gets '
-            f"the predictions). Received: gather={gather!r}"
-        )
+    check_choice("gather", gather, (True, False, "first"))
 
 
 _P = ParamSpec("_P")

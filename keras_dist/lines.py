@@ -5,6 +5,7 @@ output. To turn them off: `logging.getLogger("keras_dist").setLevel(logging.WARN
 """
 
 import logging
+import re
 import sys
 import sysconfig
 import traceback
@@ -13,12 +14,10 @@ from pathlib import Path
 
 _logger = logging.getLogger("keras_dist")
 
-# Files that begin with one of these are not the user's code.
-FOREIGN = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parent),
-    "<frozen",
-)
+# Files that begin with one of these are not the user's code, nor those in a folder in
+# which packages are installed: one of the user's, of a container, of the system.
+_FOREIGN = (sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<frozen")
+_INSTALLED = re.compile(r"/(site|dist)-packages/")
 
 
 class _StandardOutput(logging.Handler):
@@ -59,8 +58,15 @@ def warn(text: str) -> None:
         text: What happened, what was received, and what to do.
     """
     levels = enumerate(reversed(traceback.extract_stack()), 1)
-    level = next((n for n, e in levels if not e.filename.startswith(FOREIGN)), 2)
+    level = next((n for n, e in levels if is_users(e.filename)), 2)
     warnings.warn(text, stacklevel=level)
+
+
+def is_users(file: str) -> bool:
+    """Return True if a file is neither of a package nor of Python."""
+    modules = map(sys.modules.get, ("keras", "tensorflow", "horovod"))
+    folders = [str(Path(m.__file__).parent) for m in modules if m and m.__file__]
+    return not (file.startswith((*_FOREIGN, *folders)) or _INSTALLED.search(file))
 
 
 def find_caller() -> str:
@@ -69,6 +75,6 @@ def find_caller() -> str:
     The file has no folder, which may differ from host to host.
     """
     for entry in reversed(traceback.extract_stack()):
-        if not entry.filename.startswith(FOREIGN):
+        if is_users(entry.filename):
             return f"{Path(entry.filename).name}, line {entry.lineno}"
     return "an unknown line"

@@ -129,6 +129,19 @@ def use(target: Any, mixin: type) -> Iterator[None]:
         remove(target, mixin)
 
 
+@contextlib.contextmanager
+def change(target: Any, **values: Any) -> Iterator[None]:
+    """Context manager in which attributes of an object have other values."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
 def set_method(cls: type, name: str, method: Any) -> Callable[[], None]:
     """Set a method of a class, which may inherit it; return what undoes this."""
     before = vars(cls).get(name)

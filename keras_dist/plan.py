@@ -25,8 +25,7 @@ class Rows:
         is_by_row: Whether the data is sharded by row.
         steps_before: Steps of an epoch on one process; `None` if unknown.
         steps: Steps of an epoch on each rank; `None` if unknown.
-        rule: The rule by which `steps` was computed from a number that the user gave,
-            or "".
+        rule: The rule by which `steps` follows from a number that the user gave, or "".
         is_global: Whether `batch_size` is the batch of all ranks together.
     """
 
@@ -62,12 +61,12 @@ def describe_data(
     lines = [("batch", _describe_batch(training, size)), ("data", training.kind)]
     for label, text in (
         ("rows", _describe_rows(training, size)),
-        ("steps", _describe_steps(training, size, "per epoch")),
+        ("steps", _describe_steps(training, "per epoch")),
     ):
         lines += [(label, text)] if text else []
     if validation is not None:
         # On one line: no row is left out.
-        steps = _describe_steps(validation, size, "steps")
+        steps = _describe_steps(validation, "steps")
         text = ", ".join(filter(None, (_describe_rows(validation, size), steps)))
         lines.append(("validation", ": ".join(filter(None, (validation.kind, text)))))
     return lines
@@ -95,19 +94,11 @@ def _describe_rows(rows: Rows, size: int) -> str:
     return f"{rows.total:,} → {each} per rank"
 
 
-def _describe_steps(rows: Rows, size: int, unit: str) -> str:
+def _describe_steps(rows: Rows, unit: str) -> str:
     if rows.steps is None:
         return ""
-    rule = f" ({rows.rule})" if rows.rule else ""
-    is_same = (rows.is_global or size == 1) and rows.steps_before == rows.steps
-    before = "" if rows.steps_before is None or is_same else f"{rows.steps_before:,} → "
-    return f"{before}{rows.steps:,} {unit}{rule}"
-
-
-def format_number(value: float) -> str:
-    """Write a number with at most six significant digits, without trailing zeros.
-
-    >>> [format_number(value) for value in (0.1, 2.0, 1e-05, 0.30000000000000004)]
-    ['0.1', '2', '1e-05', '0.3']
-    """
-    return f"{value:.6g}"
+    text = f"{rows.steps:,} {unit}"
+    if rows.steps_before in (None, rows.steps):
+        return text
+    rule = f" (steps scaled: {rows.rule})" if rows.rule == "divide" else ""
+    return f"{rows.steps_before:,} → {text}{rule}"

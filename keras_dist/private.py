@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from keras_dist import mixin
+
 Result = TypeVar("Result")
 
 # The state that Keras keeps for each thread: the dtype policy, scopes, counts of names;
@@ -38,6 +40,9 @@ METRICS = "_metrics"
 
 # `Model`: the epoch at which `fit` begins, as `BackupAndRestore` sets it.
 INITIAL_EPOCH = "_initial_epoch"
+
+# The file from which TensorFlow calls functions of Python.
+_PY_FUNCTIONS = "tensorflow/python/ops/script_ops.py"
 
 # `Callback`: the attribute that its property `model` returns.
 CALLBACK_MODEL = "_model"
@@ -105,6 +110,12 @@ def is_in_fit(model: Any = None) -> bool:
     )
 
 
+def is_in_py_function() -> bool:
+    """Return True if TensorFlow has called this, as it does to read data."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(frame.f_code.co_filename.endswith(_PY_FUNCTIONS) for frame in frames)
+
+
 def compiled_parts(model: Any) -> tuple[Any, Any]:
     """Return the containers of losses and metrics that the last `compile` has made."""
     names = ("_compile_loss", "_compile_metrics")
@@ -114,10 +125,8 @@ def compiled_parts(model: Any) -> tuple[Any, Any]:
 
 def given_metrics(model: Any) -> list[Any]:
     """List the metrics that `compile` was given, which are built at the first batch."""
-    compiled, names = (
-        compiled_parts(model)[1],
-        ("_user_metrics", "_user_weighted_metrics"),
-    )
+    compiled = compiled_parts(model)[1]
+    names = ("_user_metrics", "_user_weighted_metrics")
     given = [getattr(compiled, name, None) for name in names]
     return [m for m in keras.tree.flatten(given) if isinstance(m, keras.metrics.Metric)]
 
@@ -247,9 +256,6 @@ def change_operation_seed(change: Callable[[int], int | None]) -> Iterator[None]
     # The second one is read outside of graphs, and where a graph is begun.
     eager = tf.random.set_seed.__globals__["context"]
     graph, holder = tf.compat.v1.get_default_graph(), eager.context()
-    before = graph.seed, holder._seed
-    graph.seed, holder._seed = (s if s is None else change(s) for s in before)
-    try:
+    seeds = [s if s is None else change(s) for s in (graph.seed, holder._seed)]
+    with mixin.change(graph, seed=seeds[0]), mixin.change(holder, _seed=seeds[1]):
         yield
-    finally:
-        graph.seed, holder._seed = before

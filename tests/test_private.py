@@ -22,6 +22,7 @@ OTHERS = {
     "argparse._SubParsersAction",
     "known._actions",  # of an `ArgumentParser`
     "sys._current_frames",
+    "sys._getframe",
 }
 
 # Texts that Keras has as names: an attribute of an operation, and ends of names.

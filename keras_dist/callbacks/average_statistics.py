@@ -7,13 +7,13 @@ import tensorflow as tf
 
 from keras_dist import comm
 from keras_dist.optimizer.accumulation import move_to_first_rank, pending_sums
-from keras_dist.training.install import install, uninstall
+from keras_dist.training.install import FitCallback
 from keras_dist.training.metrics import combine, rule_of
 from keras_dist.training.same_values import read_checksums
 from keras_dist.training.session import session_of
 
 
-class AverageStatistics(keras.callbacks.Callback):
+class AverageStatistics(FitCallback):
     """Synchronizes statistics that each rank computed from its own rows.
 
     This happens before each evaluation and prediction, and at the end of each epoch, so
@@ -50,7 +50,7 @@ class AverageStatistics(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        session = install(model)
+        session = session_of(model)
         session.call_at_start(self._remember)
         session.before_predict = self._before_predict
 
@@ -60,22 +60,18 @@ class AverageStatistics(keras.callbacks.Callback):
         self._has_changed = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # A rank that cannot open its validation data raises its error in this exchange.
-        with comm.together():
-            pass
         self._synchronize()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         self._has_changed = True  # a layer may change its state in evaluations, too
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session_of(self.model).begin_steps()
         self._synchronize()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if session_of(self.model).has_started:  # on all ranks; else on none
             comm.broadcast_variables(pending_sums(self.model), 0)
-        uninstall(self.model)
+        super().on_train_end(logs)
 
     def _before_predict(self) -> None:
         if session_of(self.model).has_started:

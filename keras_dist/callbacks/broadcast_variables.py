@@ -9,14 +9,14 @@ from keras_dist import comm, private
 from keras_dist.optimizer.accumulation import own_sums
 from keras_dist.optimizer.attach import is_distributed, move_to_outermost
 from keras_dist.optimizer.nested import build_optimizer, optimizers_of, state_of
-from keras_dist.training.install import install, uninstall
+from keras_dist.training.install import FitCallback
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
 
 GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
 
 
-class BroadcastVariables(keras.callbacks.Callback):
+class BroadcastVariables(FitCallback):
     """Broadcasts the first rank's weights and optimizer state before the first step.
 
     The model and its optimizer are built first: otherwise the optimizer would have no
@@ -47,7 +47,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         if getattr(model, "optimizer", None) is not None:
             move_to_outermost(model.optimizer)
         # First, so that the other hooks see the state that all ranks start from.
-        install(model).call_at_start(self.broadcast, index=0)
+        session_of(model).call_at_start(self.broadcast, index=0)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # If the first rank has restored a backup, all ranks start at its epoch.
@@ -74,7 +74,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             with comm.together():
                 build_optimizers(self.model)
             self._copy()
-        uninstall(self.model)
+        super().on_train_end(logs)
 
     def broadcast(self) -> None:
         """Broadcast now: called when the model is built, before the first step."""

@@ -57,41 +57,24 @@ class NextEpoch(keras.callbacks.Callback):
         session_of(self.model).begin_epoch(epoch)
 
 
-class ProgressRecord(keras.callbacks.Callback):
-    """Writes epoch and step to this rank's record, for reports of ranks that wait.
+def record_progress() -> keras.callbacks.Callback:
+    """Make the callback that writes epoch and step to this rank's record.
 
-    It has no hook at the end of a batch: with one, Keras would wait for each batch.
+    Reports of ranks that wait name them. It has no hook at the end of a batch: with
+    one, Keras would wait for each batch.
 
     Position in the list: first.
     """
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        here.enter("begin", epoch=0)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        here.enter("begin", epoch=epoch)
-
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        here.enter("step", step=batch)
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        here.enter("test")
-
-    def on_test_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        here.enter("test", step=batch)
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        here.enter("end")
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        here.enter("end")
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        here.enter("")
+    return keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: here.enter("begin", epoch=0),
+        on_epoch_begin=lambda epoch, logs: here.enter("begin", epoch=epoch),
+        on_train_batch_begin=lambda batch, logs: here.enter("step", step=batch),
+        on_test_begin=lambda logs: here.enter("test"),
+        on_test_batch_begin=lambda batch, logs: here.enter("test", step=batch),
+        on_test_end=lambda logs: here.enter("end"),
+        on_epoch_end=lambda epoch, logs: here.enter("end"),
+        on_train_end=lambda logs: here.enter(""),
+    )
 
 
 # Callbacks of ours that change logs or state come before the user's, which read them;
@@ -170,7 +153,7 @@ def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
     running = list(filter(runs_here, callbacks))
     not_the_users = _FIRST + _LAST + _KERAS_OWN
     return [
-        ProgressRecord(),
+        record_progress(),
         *(c for c in running if isinstance(c, _FIRST)),
         UserCallbacks([c for c in callbacks if not isinstance(c, not_the_users)]),
         *(c for c in running if isinstance(c, _KERAS_OWN)),

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import keras
-
 from keras_dist import comm
 from keras_dist.optimizer.rate import (
     LearningRateRule,
     count_warmup_steps,
     rate_factor,
 )
-from keras_dist.training.install import install, scale_rates, uninstall
+from keras_dist.training.install import FitCallback, scale_rates
 
 
-class LearningRateWarmup(keras.callbacks.Callback):
+class LearningRateWarmup(FitCallback):
     """Multiplies the learning rate of updates by a factor that rises from 1.
 
     The factor rises batch by batch to its full value over `warmup_epochs`, and stays
@@ -53,15 +51,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.lr_scaling = lr_scaling
         self.steps_per_epoch = steps_per_epoch
 
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        install(model)
-
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         steps = self.steps_per_epoch or self.params.get("steps")
         warmup_steps = count_warmup_steps(self.warmup_epochs, steps)
         full = rate_factor(self.lr_scaling, size=comm.size())
         scale_rates(self.model, full, warmup_steps)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        uninstall(self.model)

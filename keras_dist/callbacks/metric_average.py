@@ -1,13 +1,12 @@
 """Compute metrics over the rows of all ranks."""
 
-from typing import Any
-
 import keras
 
-from keras_dist.training.install import install, uninstall
+from keras_dist.training.install import FitCallback
+from keras_dist.training.session import session_of
 
 
-class MetricAverage(keras.callbacks.Callback):
+class MetricAverage(FitCallback):
     """Synchronizes metric state, so that metrics cover the rows of all ranks exactly.
 
     The state of each metric is summed over the ranks before its result is computed, in
@@ -19,10 +18,9 @@ class MetricAverage(keras.callbacks.Callback):
     `"only_first_replica"`), or it has a method `merge_states(states)`, which receives
     the states of all ranks, each a list of arrays in the order of `variables`, and
     assigns the merged state. The result of a metric without variables is averaged,
-    weighted by rows. If a metric keeps a Python list beside its variables, its results
-    differ between the ranks; they are averaged, too, with a warning. If a custom
-    `train_step` or `test_step` returns a value without a metric, the values of the last
-    step are averaged, weighted by the rows of the last batch.
+    weighted by rows. If a custom `train_step` or `test_step` returns a value without a
+    metric, the values of the last step are averaged, weighted by the rows of the last
+    batch.
 
     An evaluation inside one of your own callbacks is not synchronized: it returns the
     metrics of the rank that runs it.
@@ -43,7 +41,4 @@ class MetricAverage(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        install(model).averages = True
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        uninstall(self.model)
+        session_of(model).averages = True

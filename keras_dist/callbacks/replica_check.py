@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_dist import comm
-from keras_dist.data.division import check_count
+from keras_dist.data.division import check_choice, check_count
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.lines import warn
 from keras_dist.optimizer.accumulation import own_sums
@@ -62,10 +62,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     def __init__(self, every: int | None = 100, action: Action = "raise") -> None:
         super().__init__()
-        if action not in get_args(Action):
-            raise ValueError(
-                f'`action` must be "raise" or "resync". Received: action={action!r}'
-            )
+        check_choice("action", action, get_args(Action))
         self.every = None if every is None else check_count("every", every)
         self.action = action
         self._steps = 0
@@ -149,11 +146,9 @@ def _variables(model: Any) -> list[Any]:
     The learning rate comes first, then weights, then slots: the first variable that
     differs is nearest to the cause.
     """
-    left_out: set[int] = set()
-    state = []
-    for found in optimizers_of(model):
-        state += state_of(found)
-        left_out |= {id(variable) for variable in own_sums(found)}
+    optimizers = optimizers_of(model)
+    state = [variable for each in optimizers for variable in state_of(each)]
+    left_out = {id(variable) for each in optimizers for variable in own_sums(each)}
     numbers = [variable for variable in state if len(variable.shape) == 0]
     variables = [*numbers, *model.trainable_weights, *state]
     return list({id(v): v for v in variables if id(v) not in left_out}.values())

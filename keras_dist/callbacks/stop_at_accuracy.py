@@ -38,10 +38,6 @@ class StopAtAccuracy(keras.callbacks.Callback):
         self.target = target
         self.patience = check_count("patience", patience)
         self.monitor = monitor
-        self._reached = 0
-        self._was_seen = False
-        self._has_evaluated = False
-        self._line = ""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._reached = 0

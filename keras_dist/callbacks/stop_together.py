@@ -5,11 +5,11 @@ from typing import Any
 import keras
 
 from keras_dist import comm
-from keras_dist.training.install import install, uninstall
+from keras_dist.training.install import FitCallback
 from keras_dist.training.session import session_of
 
 
-class StopTogether(keras.callbacks.Callback):
+class StopTogether(FitCallback):
     """Stops all ranks after the same step when any rank sets `model.stop_training`.
 
     If one rank stopped alone, the others would wait for it in the next collective. So
@@ -29,7 +29,7 @@ class StopTogether(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        install(model).traced.stop_request.is_collective = comm.size() > 1
+        session_of(model).traced.stop_request.is_collective = comm.size() > 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if comm.size() == 1:
@@ -37,6 +37,3 @@ class StopTogether(keras.callbacks.Callback):
         stop_request = session_of(self.model).traced.stop_request
         is_agreed = comm.sum(int(stop_request.is_asked)) > 0
         stop_request.grant(self.model, is_agreed=is_agreed)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        uninstall(self.model)

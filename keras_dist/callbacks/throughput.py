@@ -3,14 +3,12 @@
 import time
 from typing import Any
 
-import keras
-
 from keras_dist import comm
-from keras_dist.training.install import install, uninstall
+from keras_dist.training.install import FitCallback
 from keras_dist.training.session import session_of
 
 
-class Throughput(keras.callbacks.Callback):
+class Throughput(FitCallback):
     """Puts rows per second over all ranks into the logs of each epoch.
 
     `logs["rows_per_second"]` is the number of rows that all ranks trained on, divided
@@ -36,10 +34,6 @@ class Throughput(keras.callbacks.Callback):
         self._begin = 0.0
         self._measured: tuple[int, float] | None = None
 
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        install(model)
-
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         session_of(self.model).reset_rows_trained()
         self._measured = None
@@ -54,13 +48,11 @@ class Throughput(keras.callbacks.Callback):
         if logs is not None:
             logs["rows_per_second"] = rows / max(seconds for _, seconds in by_rank)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        uninstall(self.model)
-
     def _measure(self) -> tuple[int, float]:
         """Return rows and seconds of this rank's training in this epoch."""
         if self._measured is None:
             # Reading the number of rows waits for the last step to end.
-            rows = session_of(self.model).process_rows
+            session = session_of(self.model)
+            rows = session.rows_trained - session.rows_restored
             self._measured = rows, time.perf_counter() - self._begin
         return self._measured

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from keras_dist import comm
+from keras_dist import comm, mixin
 from keras_dist.data.draws import preserve_generators
+from keras_dist.data.source import is_reading
 from keras_dist.lines import warn
 from keras_dist.training.session import session_of
 
@@ -79,8 +80,8 @@ def first_rank_only(callback: Marked) -> Marked:
 
 
 def is_alone() -> bool:
-    """Return True inside of a callback that no other rank runs."""
-    return _is_alone.get()
+    """Return True inside of a callback, or data, that no other rank runs or reads."""
+    return _is_alone.get() or is_reading()
 
 
 def is_writer(callback: Any) -> bool:
@@ -177,9 +178,8 @@ class UserCallbacks(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        with comm.together():
-            for callback in self._members:
-                callback.set_model(model)
+        for callback in self._members:
+            callback.set_model(model)
         # The ranks' callbacks may differ: every rank takes part in the exchange of each
         # phase that any rank has.
         count = len(self._phases) if self._members else 0
@@ -250,7 +250,7 @@ class UserCallbacks(keras.callbacks.Callback):
             return
         token = _is_alone.set(True)
         with (
-            session_of(self.model).on_this_rank(),
+            mixin.change(session_of(self.model), averages=False),  # no collectives
             comm.without_collectives(),
             # The next random numbers have to be the same on all ranks.
             preserve_generators(),

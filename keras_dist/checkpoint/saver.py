@@ -22,6 +22,8 @@ from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
 from keras_dist.launch.monitor.rank_process import REPORT_VARIABLE
 from keras_dist.lines import say, warn
+from keras_dist.optimizer.nested import leaves_of
+from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import build, losses
 from keras_dist.training.remember import preserve_variables
@@ -175,8 +177,7 @@ class Saver(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         saved = self._resume.saved
         self._requests.begin()
-        with comm.together():
-            self._states.begin()
+        self._states.begin()
         if saved is None:
             return
         self._restore_callbacks(saved)
@@ -237,8 +238,7 @@ class Saver(keras.callbacks.Callback):
 
     def _save(self, position: DataPosition, *, is_finished: bool = False) -> None:
         """Gather the state of all ranks, and let the first one write a checkpoint."""
-        with comm.together():
-            callbacks = self._states.collect()
+        callbacks = self._states.collect()
         ranks = states.gather_ranks(self.model, callbacks)
         self._requests.saved_at = time.monotonic()
         if comm.rank() != 0:
@@ -250,7 +250,7 @@ class Saver(keras.callbacks.Callback):
             keras_seed=self._resume.spec.keras_seed,
             data=self._feed.position_facts(),
             is_finished=is_finished,
-            rates=states.read_rates(self.model),
+            rates=list(map(rate_progress, leaves_of(self.model))),
             warmup_steps=self._setup.warmup_steps,
             callbacks=callbacks,
             ranks=ranks,
@@ -311,8 +311,7 @@ class Saver(keras.callbacks.Callback):
         if len(saved.ranks) == comm.size():
             states.restore_rank(self.model, saved.ranks[comm.rank()])
         if saved.position.step:
-            with comm.together():
-                states.restore_metrics(self.model, saved.ranks)
+            states.restore_metrics(self.model, saved.ranks)
             states.restore_random(self._own(saved)["random"])
         elif self._random is not None:
             states.restore_random(self._random)
@@ -322,12 +321,13 @@ class Saver(keras.callbacks.Callback):
         saved = self._resume.saved
         if saved is not None:
             before, now = saved.warmup_steps, self._setup.warmup_steps
-            states.restore_rates(self.model, saved.rates, now / before if before else 1)
+            pairs = zip(leaves_of(self.model), saved.rates, strict=True)
+            for leaf, progress in pairs:
+                restore_rate_progress(leaf, progress, now / before if before else 1)
 
     def _restore_callbacks(self, saved: Saved) -> None:
-        with comm.together():
-            # This rank's own state of a callback, else the first rank's.
-            self._states.restore(saved.callbacks | self._own(saved)["callbacks"])
+        # This rank's own state of a callback, else the first rank's.
+        self._states.restore(saved.callbacks | self._own(saved)["callbacks"])
 
     def _restore_model(self, saved: Saved) -> None:
         """Restore the model before its first step, if it can be built now.
@@ -337,9 +337,8 @@ class Saver(keras.callbacks.Callback):
         model, session = self.model, session_of(self.model)
         spec = getattr(self._feed.data, "element_spec", None)
         spec = spec[0] if session.feed.is_marked and spec else spec
-        with comm.together():
-            if losses.is_keras_method(model, "train_step"):
-                build.build_early(model, spec)
+        if losses.is_keras_method(model, "train_step"):
+            build.build_early(model, spec)
         if all(comm.gather(states.describe_model(model) == saved.model)):
             session.traced.use_trial(session.traced.trial)  # the first step counts rows
             build.start_built(model, session)
@@ -351,17 +350,16 @@ class Saver(keras.callbacks.Callback):
     def _restore_unstarted(self) -> None:
         """Restore the model at once, because no epoch is left and so no first step."""
         model, session, feed = self.model, session_of(self.model), self._feed
-        with comm.together():
-            if feed.division is not None:
-                batch, _ = session.split_mark(Source(feed.data).first(1)[0])
-            elif not model.built:
-                raise ValueError(
-                    "The training is finished, and there is no data to build the model "
-                    "from before it is restored. Received: a model that is not built. "
-                    "Build it before, for example with an `Input` as its first layer."
-                )
-            else:
-                build_optimizers(model)
+        if feed.division is not None:
+            batch, _ = session.split_mark(Source(feed.data).first(1)[0])
+        elif not model.built:
+            raise ValueError(
+                "The training is finished, and there is no data to build the model "
+                "from before it is restored. Received: a model that is not built. "
+                "Build it before, for example with an `Input` as its first layer."
+            )
+        else:
+            build_optimizers(model)
         if feed.division is None:
             build.start_built(model, session)
         else:

@@ -19,9 +19,13 @@ from keras_dist.callbacks.broadcast_variables import seed_states, state_variable
 from keras_dist.callbacks.user_callbacks import runs_here
 from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.optimizer.accumulation import pending_sums
-from keras_dist.optimizer.nested import leaves, optimizers_of
-from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
-from keras_dist.training.metric_state import MetricState, combine, combine_states
+from keras_dist.optimizer.nested import leaves_of
+from keras_dist.training.metric_state import (
+    MetricState,
+    combine,
+    combine_states,
+    set_state,
+)
 from keras_dist.training.metrics import stateful_metrics, weights
 from keras_dist.training.session import session_of
 
@@ -29,7 +33,7 @@ from keras_dist.training.session import session_of
 def describe_model(model: Any) -> list[str]:
     """List the optimizers and shapes that a model must have to take a checkpoint."""
     variables = [f"{tuple(v.shape)} {v.dtype}" for v in state_variables(model)]
-    return [type(leaf).__name__ for leaf in _leaves(model)] + variables
+    return [type(leaf).__name__ for leaf in leaves_of(model)] + variables
 
 
 def check_fits(model: Any, saved: list[str]) -> None:
@@ -97,12 +101,12 @@ def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
-    """Set the saved `read_rates` of a model, perhaps not built; return the variables.
+    """Set the saved rates of a model, perhaps not built; return the variables.
 
     A `MultiOptimizer` that is not built may have no inner optimizers.
     """
     variables = []
-    for leaf, progress in zip(_leaves(model), rates, strict=False):
+    for leaf, progress in zip(leaves_of(model), rates, strict=False):
         if isinstance(private.rate_of(leaf), keras.Variable):
             variables.append(private.rate_of(leaf))
             variables[-1].assign(progress["rate"])
@@ -128,29 +132,6 @@ def restore_first(
         variable.assign(value)
     if starts is not None:
         _merge_ranks(model, variables, ranks, starts)
-
-
-def read_rates(model: Any) -> list[dict[str, float]]:
-    """Return how far each optimizer's learning rate has come."""
-    return [rate_progress(leaf) for leaf in _leaves(model)]
-
-
-def restore_rates(model: Any, rates: Sequence[Any], warmup: float) -> None:
-    """Continue the learning rate schedules, also on another number of ranks.
-
-    Args:
-        model: The model, whose optimizer state is restored.
-        rates: The saved `read_rates`.
-        warmup: Warm-up steps now, divided by the warm-up steps when it was saved.
-    """
-    for leaf, progress in zip(_leaves(model), rates, strict=True):
-        restore_rate_progress(leaf, progress, warmup)
-
-
-def _leaves(model: Any) -> list[Any]:
-    """Return the innermost optimizers of a model."""
-    outermost = optimizers_of(model)
-    return [leaf for outer in outermost for leaf in leaves(outer)]
 
 
 def restore_rank(model: Any, own: dict[str, Any]) -> None:
@@ -187,8 +168,7 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     if len(ranks) == comm.size():
         own = ranks[comm.rank()]
         for part, values in zip(pieces, own["metrics"], strict=True):
-            for variable, value in zip(part.variables, values, strict=True):
-                variable.assign(keras.ops.cast(value, variable.dtype))
+            set_state(part, MetricState(values))
         session.restore_rows(own["rows"], own["seen"])
         return
     steps, rows, last = zip(*(own["seen"] for own in ranks), strict=True)

@@ -8,12 +8,10 @@ import os
 from collections.abc import Mapping
 
 from keras_dist.clusters.cluster import Cluster, Place
-from keras_dist.clusters.horovod import HorovodVariables
 from keras_dist.clusters.kubernetes import IndexedJob
-from keras_dist.clusters.mpi import Mpich, OpenMpi
+from keras_dist.clusters.numbered import HorovodVariables, Mpich, OpenMpi, Torchrun
 from keras_dist.clusters.slurm import Slurm
 from keras_dist.clusters.tf_config import TfConfig
-from keras_dist.clusters.torchrun import Torchrun
 
 __all__ = ["CLUSTERS", "Cluster", "Place", "find_place"]
 

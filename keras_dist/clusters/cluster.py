@@ -66,28 +66,6 @@ class Cluster(ABC):
         """
 
 
-class NumberVariables(Cluster):
-    """A launcher with a variable for each number of a rank."""
-
-    # Rank, size, local rank and local size, of which the last two may be missing.
-    variables: ClassVar[Sequence[str]]
-
-    def is_here(self, environ: Mapping[str, str]) -> bool:
-        rank, size, *_ = self.variables
-        return rank in environ and environ.get(size) != "1"
-
-    def place(self, environ: Mapping[str, str]) -> Place:
-        rank, size, local_rank, local_size = self.variables
-        return Place(
-            launcher=self.name,
-            rank=read_number(environ, rank, self.name),
-            size=read_number(environ, size, self.name),
-            local_rank=read_number({local_rank: "0", **environ}, local_rank, self.name),
-            local_size=read_number({local_size: "1", **environ}, local_size, self.name),
-            variables=self.variables,
-        )
-
-
 def read_text(
     environ: Mapping[str, str], name: str, launcher: str, form: str = ".+"
 ) -> str:

@@ -26,6 +26,7 @@ from keras_dist.comm.collectives import (
     gather_in_thread,
     gather_rows,
     name_of,
+    raise_on_all,
     sendable,
     sum,
     sum_compressed,
@@ -48,5 +49,4 @@ from keras_dist.comm.runtime import (
     transport_name,
     without_collectives,
 )
-from keras_dist.comm.transport import explain_errors
 from keras_dist.comm.world import World

@@ -9,30 +9,26 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist.comm import runtime
-from keras_dist.comm.collectives import gather
-from keras_dist.errors import RankError, describe, mark_known
+from keras_dist.comm.collectives import exchange, raise_on_all
+from keras_dist.errors import mark_known
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Context manager whose error is raised on all ranks, when all are at its end.
+def together(call: str = "together") -> Iterator[None]:
+    """Context manager that ends when all ranks are at its end, or raises on all.
 
-    The blocks need not be the same lines of code on all ranks. If a rank fails and
-    skips some blocks, the end of its next one meets that of the block that the others
-    are in, and they raise its error. No collective may be in a block in which a single
-    rank may fail.
+    The blocks need not be the same lines of code on all ranks.
+
+    Args:
+        call: What the ranks wait for, as in `exchange`.
 
     Raises:
         Exception: If the block failed on this rank, its error. Otherwise `RankError`.
     """
-    error: Exception | None = None
-    try:
+    with raise_on_all():
         yield
-    except Exception as caught:  # every error has to be sent to the other ranks
-        error = caught
     with tf.init_scope():  # a block may be in a graph that is being traced
-        causes = gather(None if error is None else describe(error))
-    _raise_first(error, causes)
+        exchange(None, call)
 
 
 def agree(
@@ -57,23 +53,19 @@ def agree(
     local_facts = dict(facts)
     digest = hashlib.sha256(pickle.dumps(local_facts)).digest()  # bytes, no error
     # One short message of each rank where all is well, however many facts there are.
-    messages: list[Any] = gather(digest)
-    if messages == [digest] * len(messages):
+    if len(set(exchange(digest, "agree"))) == 1:
         return
-    # A rank that has failed is at the end of `together`, and will not gather its facts.
-    causes = [m if isinstance(m, str) else None for m in messages]
-    _raise_first(None, causes)
-    per_rank = gather(local_facts)
+    per_rank = exchange(local_facts, "agree")
     for name in dict.fromkeys(name for facts in per_rank for name in facts):
         values = [facts.get(name, "nothing") for facts in per_rank]
         if any(value != values[0] for value in values):
             received = "; ".join(f"rank {r}: {value}" for r, value in enumerate(values))
             also = f" ({names[name]})" if names and name in names else ""
-            with together():
-                raise ValueError(
-                    f"The ranks disagree on {name}{also}. Received: {received}. "
-                    f"{advice}"
-                )
+            error = ValueError(
+                f"The ranks disagree on {name}{also}. Received: {received}. {advice}"
+            )
+            mark_known(error)
+            raise error
 
 
 def agree_on_variables(variables: Sequence[Any], facts: Mapping[str, Any]) -> None:
@@ -125,19 +117,8 @@ def first_rank() -> Iterator[bool]:
         return
     is_first = runtime.rank() == 0
     if not is_first:
-        with together():
-            pass  # while the first rank is in its block
-    with together(), runtime.without_collectives():
+        exchange(None, "first_rank")  # while the first rank is in its block
+    with together("first_rank"), runtime.without_collectives():
         yield is_first
     if is_first:
-        with together():
-            pass  # while the others are in theirs
-
-
-def _raise_first(error: Exception | None, causes: list[str | None]) -> None:
-    """Raise this rank's error, or the error of the first rank that has one."""
-    failed = [(rank, cause) for rank, cause in enumerate(causes) if cause is not None]
-    if failed:
-        error = error or RankError(*failed[0])
-        mark_known(error)
-        raise error
+        exchange(None, "first_rank")  # while the others are in theirs

@@ -3,10 +3,13 @@
 Every rank calls the same ones in the same order. On one rank they return their input.
 """
 
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import keras
@@ -14,7 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.comm import runtime, transport
+from keras_dist.errors import RankError, describe, is_known, mark_known, summarize
 from keras_dist.launch.signing import sign, verify
+from keras_dist.lines import find_caller
 
 # Variables of fewer bytes are broadcast together, in messages of about so many.
 _PACKED, _MESSAGE = 2**16, 2**20
@@ -26,6 +31,9 @@ _WORDS = {1: tf.uint8, 2: tf.float16, 4: tf.float32, 8: tf.float64}
 
 # The length that stands before each message of a gather.
 _LENGTH_BYTES = 8
+
+# The collectives in which the ranks tell their errors, and in threads that read data.
+_FAILURE, _READER = "keras_dist.failure", "keras_dist.reader"
 
 # Tensors of at least this many bytes get an allreduce of their own: packing copies all
 # bytes twice, and a tensor alone can be sent as soon as it is computed.
@@ -123,15 +131,15 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
     if link is None:
         return own
     if _is_tensor(value):
-        own = _tensor(value)
+        own = tf.convert_to_tensor(value)
         dtype, name = own.dtype, name_of("broadcast")
         is_plain = dtype in _BROADCAST
         wire = own if is_plain else tf.bitcast(own, _WORDS[dtype.real_dtype.size])
         wire = _hide(wire)
-        wire = transport.run("broadcast", link, wire, name, root_rank=root_rank)
+        wire = _run("broadcast", link, wire, name, root_rank=root_rank)
         return wire if is_plain else tf.bitcast(wire, dtype)
-    message = sign(value if world.rank == root_rank else None)
-    return verify(_gather_bytes(message, _allgather_bytes)[root_rank])
+    sent: Any = value if world.rank == root_rank else None
+    return exchange(sent, f"{_name_call()} from rank {root_rank}")[root_rank]
 
 
 def gather(value: Value) -> list[Value]:
@@ -157,10 +165,111 @@ def gather(value: Value) -> list[Value]:
     link, _ = runtime.connection()
     if link is None:
         return [value]
+    call = _name_call()
     if _is_tensor(value):
-        arrays = gather(to_array(value))
+        arrays = exchange(to_array(value), call)
         return [tf.convert_to_tensor(array) for array in arrays]
-    return list(map(verify, _gather_bytes(sign(value), _allgather_bytes)))
+    return exchange(value, call)
+
+
+def exchange(value: Value, call: str) -> list[Value]:
+    """Gather an object of each rank, if all ranks are in the same call.
+
+    Args:
+        value: Any Python object that can be pickled.
+        call: What the exchange is for. A user's `gather` must not meet the package's
+            own, or one would return what the other has sent.
+
+    Raises:
+        RuntimeError: On all ranks, if some are in other calls; with the line of each.
+    """
+    if runtime.connection()[0] is None:
+        return [value]
+    with raise_on_all():  # what cannot be pickled
+        message = sign((call, value))
+    calls, values = zip(
+        *map(verify, _gather_bytes(message, _allgather_bytes)), strict=True
+    )
+    if len(set(calls)) > 1:
+        name = call.rpartition(".")[2].partition(" ")[0]
+        here = f"in `{name}` at {find_caller()}"
+        lines = map(verify, _gather_bytes(sign(here), _allgather_bytes))
+        received = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
+        error = RuntimeError(
+            f"All ranks wait, in different collectives. Received: {received}. Call "
+            "`gather`, `dist_fit` and all else that uses the other ranks on all of "
+            "them, in the same order."
+        )
+        mark_known(error)
+        raise error
+    return list(values)
+
+
+def _name_call() -> str:
+    """Name the function of this file that was called, or its caller in the package."""
+    caller = sys._getframe(2)
+    module = caller.f_globals.get("__name__", "")
+    is_ours = module.startswith("keras_dist.")
+    found = caller if is_ours else sys._getframe(1)
+    return f"{module if is_ours else ''}.{found.f_code.co_name}"
+
+
+@contextlib.contextmanager
+def raise_on_all() -> Iterator[None]:
+    """Context manager whose error is raised on all ranks, wherever they wait.
+
+    The block may have collectives. The others get a `RankError` in the collective that
+    they wait in, or come to next.
+
+    Raises:
+        Exception: The error of this rank; `RankError` if another rank's is the cause.
+    """
+    try:
+        with transport.explain_errors():
+            yield
+    except (StopIteration, tf.errors.OutOfRangeError):
+        raise  # the end of data
+    except Exception as error:  # every other error has to be sent to the other ranks
+        _raise_on_all(error)
+
+
+def _raise_on_all(error: Exception) -> NoReturn:
+    """Raise an error when all ranks know it: no rank waits for this one any more."""
+    link, is_told = None, False
+    with contextlib.suppress(RuntimeError):  # no rank, or the others are elsewhere
+        link, is_told = runtime.connection()[0], True
+    failed: list[tuple[int, str]] = []
+    is_cause = not transport.is_refused(error)
+    if link is not None and not is_known(error):
+        names = transport.list_names() - {_FAILURE}
+        message = sign((describe(error) if is_cause else None, names))
+        # Where the other ranks have ended, nobody has to know.
+        with (
+            contextlib.suppress(RuntimeError),
+            tf.init_scope(),  # the block may be in a graph that is being traced
+            transport.record_wait(f"failure: {summarize(error)}"),
+            transport.refuse(link, names),
+        ):
+            replies = map(verify, _gather_bytes(message, _gather_in_graph(_FAILURE)))
+            causes, others = zip(*replies, strict=True)
+            failed = [(k, cause) for k, cause in enumerate(causes) if cause is not None]
+            with transport.refuse(link, set().union(*others) - names):
+                pass
+    if failed and not is_cause:
+        rank_error = RankError(*failed[0])
+        mark_known(rank_error)
+        raise rank_error from None
+    if is_told:
+        mark_known(error)
+    raise error
+
+
+def _run(function: str, link: Any, tensor: Any, name: str, **options: Any) -> Any:
+    """Run a collective; outside of a graph, one that was refused is a `RankError`."""
+    try:
+        return transport.run(function, link, tensor, name, **options)
+    except tf.errors.FailedPreconditionError as error:
+        _raise_on_all(error)
 
 
 def to_array(value: Any) -> np.ndarray:
@@ -227,14 +336,12 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
         count = tensor.shape.num_elements()
         if count is not None and count * tensor.dtype.size >= _LARGE:
             own_name = f"{name}.large.{index}"
-            result[index] = transport.run(
-                "allreduce", link, tensor, own_name, op=link.Sum
-            )
+            result[index] = _run("allreduce", link, tensor, own_name, op=link.Sum)
         else:
             small[index] = tensor
     if small:
         flat = tf.concat([tf.reshape(t, [-1]) for t in small.values()], axis=0)
-        total = transport.run("allreduce", link, flat, name, op=link.Sum)
+        total = _run("allreduce", link, flat, name, op=link.Sum)
         sums = tf.split(total, [tf.size(tensor) for tensor in small.values()])
         for (index, tensor), own_sum in zip(small.items(), sums, strict=True):
             result[index] = tf.reshape(own_sum, tf.shape(tensor))
@@ -265,12 +372,12 @@ def sum_compressed(flat: Any, largest: Any, *, kind: str, name: str) -> Any:
     chunk_length = -(-length // world.size)
     padded = tf.pad(flat, [[0, chunk_length * world.size - length]])
     words = _encode(tf.reshape(padded, [world.size, chunk_length]), shift, kind)
-    received = transport.run("alltoall", link, words, f"{name}.pieces")
+    received = _run("alltoall", link, words, f"{name}.pieces")
     chunks = tf.unstack(_decode(received, shift, kind), world.size)
     # The sum of the largest numbers of all ranks fits, too.
     shift -= math.ceil(math.log2(world.size))
     words = _encode(tf.add_n(chunks)[tf.newaxis], shift, kind)
-    sums = transport.run("allgather", link, words, f"{name}.sums")
+    sums = _run("allgather", link, words, f"{name}.sums")
     return tf.reshape(_decode(sums, shift, kind), [-1])[:length]
 
 
@@ -285,9 +392,7 @@ def total(tensor: Any, *, purpose: str, divisor: int | None = None) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    result = transport.run(
-        "allreduce", link, sendable(tensor), name_of(purpose), op=link.Sum
-    )
+    result = _run("allreduce", link, sendable(tensor), name_of(purpose), op=link.Sum)
     return tf.cast(result if divisor is None else result / divisor, tensor.dtype)
 
 
@@ -298,7 +403,7 @@ def gather_rows(tensor: Any, *, name: str) -> Any:
         return tensor
     # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
     wire = _hide(tensor) if tensor.dtype == tf.int32 else sendable(tensor)
-    result = transport.run("allgather", link, wire, name)
+    result = _run("allgather", link, wire, name)
     return tf.cast(result, tensor.dtype)
 
 
@@ -309,13 +414,16 @@ def gather_in_thread(value: Any) -> list[Any]:
     it knows the kind alone: where Keras reads ahead, it would take one of the reading
     thread for one of an eager step.
     """
-    with transport.record_wait("keras_dist.reader"):
-        return list(map(verify, _gather_bytes(sign(value), _gather_in_graph)))
+    with transport.record_wait(_READER):
+        return list(map(verify, _gather_bytes(sign(value), _gather_in_graph(_READER))))
 
 
-@tf.function(input_signature=[tf.TensorSpec([None], tf.uint8)], autograph=False)
-def _gather_in_graph(own: Any) -> Any:
-    return _allgather_bytes(own, "keras_dist.reader")
+@functools.cache
+def _gather_in_graph(name: str) -> Any:
+    gather_bytes = functools.partial(_allgather_bytes, name=name)
+    made = tf.function(gather_bytes, autograph=False)
+    # In a train step, calls of other functions are part of the step.
+    return made.get_concrete_function(tf.TensorSpec([None], tf.uint8))
 
 
 def name_of(purpose: str, key: Hashable = None) -> str:
@@ -381,7 +489,7 @@ def _sum_one(value: Any, divisor: int | None = None) -> Any:
         return value
     is_python = isinstance(value, (int, float))
     is_array = isinstance(value, (np.ndarray, np.generic))
-    tensor = _tensor(np.asarray(value) if is_python else value)
+    tensor = tf.convert_to_tensor(np.asarray(value) if is_python else value)
     if not tensor.dtype.is_floating and tensor.dtype.size < (8 if is_array else 4):
         tensor = tf.cast(tensor, tf.int64)
     tensor = total(tensor, purpose="sum", divisor=divisor)
@@ -405,7 +513,7 @@ def _gather_bytes(message: bytes, run: Callable[[Any], Any]) -> list[bytes]:
 
 def _allgather_bytes(own: Any, name: str = "keras_dist.gather") -> Any:
     link, _ = runtime.connection()
-    return own if link is None else transport.run("allgather", link, own, name)
+    return own if link is None else _run("allgather", link, own, name)
 
 
 def _num_bytes(variable: Any) -> int:
@@ -416,18 +524,12 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, keras.Variable) or tf.is_tensor(value)
 
 
-def _tensor(value: Any) -> Any:
-    return tf.convert_to_tensor(
-        value.value if isinstance(value, keras.Variable) else value
-    )
-
-
 def _to_float(value: Any) -> Any:
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, (np.ndarray, np.generic)):
         return value if value.dtype.kind == "f" else value.astype(np.float64)
-    tensor = _tensor(value)
+    tensor = tf.convert_to_tensor(value)
     return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
 
 

@@ -9,6 +9,8 @@ import atexit
 import contextlib
 import os
 import re
+import secrets
+import shutil
 import socket
 import subprocess
 from dataclasses import replace
@@ -29,19 +31,23 @@ def meet(place: Place) -> None:
     """Set the variables by which Horovod finds the other ranks of a job.
 
     Every rank calls it. The job's secret is `KERAS_DIST_SECRET`; without it the store
-    answers whoever knows the launcher's variables, as that of `horovodrun` does.
+    answers whoever knows the launcher's variables, as that of `horovodrun` does. Under
+    SLURM, MUNGE then passes a secret to the ranks, by which they sign Python objects.
 
     Args:
         place: Where this rank stands, and where the ranks meet.
 
     Raises:
         RuntimeError: If ranks are missing after 120 s, if their numbers contradict each
-            other, or if the port is in use.
+            other, if the port is in use, or if another user has made the secret.
     """
     # By the launcher's name of the host: some ranks may know an address of it alone.
     secret = os.environ.get(SECRET) or derive_secret(place.job, "without a secret")
+    credential = ""
     if place.launcher == Slurm.name:
         place = replace(place, address=_resolve_node(place.address))
+        if not os.environ.get(SECRET):
+            credential = encode_secret(secrets.token_hex(16))
     name = socket.gethostname()
     if place.rank == 0:
         atexit.register(stay_for_readers)  # runs after Horovod's
@@ -49,13 +55,50 @@ def meet(place: Place) -> None:
     try:
         with Meeting(place, secret, kind="rank", name=name, timeout=_TIMEOUT) as ranks:
             own = [name, place.local_rank, place.local_size]
-            found = ranks.join(own, lambda all_: {"slots": make_slots(all_)})
+            found = ranks.join(
+                own, lambda all_: {"slots": make_slots(all_), "secret": credential}
+            )
+            variables = {**ranks.rank_variables(), **found["slots"][place.rank]}
+            if credential:  # MUNGE is there: what comes without is from elsewhere
+                variables[SECRET] = decode_secret(found["secret"])
     except (OSError, ValueError) as error:
         raise RuntimeError(
             f"Rank {place.rank} of {place.size}, started by {place.launcher}, does not "
             f"meet the others. {error}"
         ) from error
-    os.environ.update({**ranks.rank_variables(), **found["slots"][place.rank]})
+    os.environ.update(variables)
+
+
+def encode_secret(secret: str) -> str:
+    """Return a credential of MUNGE that this user alone can decode; "" without it."""
+    words = ["munge", "--restrict-uid", str(os.getuid())]
+    if shutil.which(words[0]) is None:
+        return ""
+    return subprocess.run(words, input=secret, capture_output=True, text=True).stdout
+
+
+def decode_secret(credential: str) -> str:
+    """Return the secret in a credential of `encode_secret`.
+
+    Raises:
+        ValueError: If it cannot be decoded, or another user has made it.
+    """
+    try:
+        done = subprocess.run(
+            ["unmunge"], input=credential, capture_output=True, text=True
+        )
+        head, _, secret = done.stdout.partition("\n\n")
+        error = done.stderr.strip()
+    except OSError as no_program:
+        head, secret, error = "", "", str(no_program)
+    # Ranks of one host decode the same one: all but the first are told so, by an error.
+    user = re.search(r"^UID:.*\((\d+)\)$", head, re.MULTILINE)
+    if not secret or user is None or int(user[1]) != os.getuid():
+        raise ValueError(
+            "The secret of the first rank, in a credential of MUNGE, cannot be used. "
+            f"Received: {error or user}. Set one {SECRET} for all ranks."
+        )
+    return secret
 
 
 def _resolve_node(node: str) -> str:

@@ -132,8 +132,8 @@ def start() -> World:
                     raise
                 _mark_process()
             before = watchdog.threads()
-            _runtime.link = transport.connect(place.launcher, world_at(place))
-            world = transport.world_of(_runtime.link)
+            link, world = transport.connect(place.launcher, world_at(place))
+            _runtime.link = link
             started = watchdog.threads() - before  # by Horovod
             watchdog.start(rank=world.rank, size=world.size, ignored_threads=started)
             _runtime.world = world

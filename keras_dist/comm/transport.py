@@ -8,9 +8,12 @@ import importlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
@@ -24,9 +27,19 @@ _INSTALL = "keras-dist install-horovod"
 # Horovod counts elements in 32 bits; NCCL in 64.
 _MOST_ELEMENTS = 2**31 - 1
 
+# Horovod's names of collectives outside of graphs, whatever name they are given; and
+# the names in each graph that this rank has traced.
+_EAGER = {
+    f"Horovod{kind}" for kind in ("Allgather", "Allreduce", "Alltoall", "Broadcast")
+}
+_traced: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
-def connect(launcher: str, expected: World) -> ModuleType:
-    """Start Horovod, and return its module, the link to all ranks.
+# A dtype in which nothing is sent, and what Horovod says to a rank that meets it.
+_REFUSAL, _REFUSED = tf.int16, "rank had type int16"
+
+
+def connect(launcher: str, expected: World) -> tuple[ModuleType, World]:
+    """Start Horovod; return its module, the link to all ranks, and what it knows.
 
     Every rank calls this.
 
@@ -74,7 +87,15 @@ def connect(launcher: str, expected: World) -> ModuleType:
             f"{horovod.size()}. It was probably built without the transport of this "
             f"launcher. Run `{_INSTALL} --mpi`, or start with `horovodrun --gloo`."
         )
-    return horovod
+    world = World(
+        rank=horovod.rank(),
+        size=horovod.size(),
+        local_rank=horovod.local_rank(),
+        local_size=horovod.local_size(),
+        # Each host has a rank with the first rank's local rank, which is 0.
+        num_hosts=horovod.cross_size(),
+    )
+    return horovod, world
 
 
 def _leave_horovod(shutdown: Callable[[], None]) -> None:
@@ -110,18 +131,6 @@ def _batch_scheduling() -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):  # as where the policy has priorities
             os.sched_setscheduler(0, before, os.sched_param(0))
-
-
-def world_of(link: ModuleType) -> World:
-    """Rank and size of this process as Horovod knows them."""
-    return World(
-        rank=link.rank(),
-        size=link.size(),
-        local_rank=link.local_rank(),
-        local_size=link.local_size(),
-        # Each host has a rank with the first rank's local rank, which is 0.
-        num_hosts=link.cross_size(),
-    )
 
 
 def describe(link: ModuleType) -> str:
@@ -198,6 +207,51 @@ def run(function: str, link: ModuleType, tensor: Any, name: str, **options: Any)
             "`compile`, or to `tf.function`. `dist_fit`, and `model.fit` with a "
             "callback of keras_dist, compile what is around the collectives."
         )
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        _traced.setdefault(graph, set()).add(name)
     with record_wait(name):
         options |= {"name": name, "ignore_name_scope": True}
         return getattr(link, function)(tensor, **options)
+
+
+def list_names() -> set[str]:
+    """List the names of all collectives in which other ranks may wait for this one."""
+    return _EAGER.union(*_traced.values())
+
+
+@contextlib.contextmanager
+def refuse(link: ModuleType, names: Collection[str]) -> Iterator[None]:
+    """Context manager in which collectives are errors on the ranks that wait in them.
+
+    All ranks enter it, each when it can, and it ends when all have come.
+
+    Args:
+        link: The link to the other ranks.
+        names: The names of the collectives; in the end the same ones on all ranks.
+    """
+    with ThreadPoolExecutor(max_workers=len(names) or 1) as threads:
+        for name in names:
+            threads.submit(_refuse, link, name)
+        yield
+
+
+def _refuse(link: ModuleType, name: str) -> None:
+    """Answer a collective by one of another dtype, until all ranks do."""
+    send = tf.function(
+        lambda tensor: link.allgather(tensor, name=name, ignore_name_scope=True),
+        autograph=False,
+    ).get_concrete_function(tf.TensorSpec([1], _REFUSAL))
+    with contextlib.suppress(tf.errors.UnknownError), tf.device("CPU:0"):
+        while True:  # until Horovod is shut down
+            try:
+                send(tf.zeros([1], _REFUSAL))
+            except (tf.errors.FailedPreconditionError, tf.errors.InvalidArgumentError):
+                time.sleep(0.01)  # another rank was there, or a thread of this one is
+            else:
+                return
+
+
+def is_refused(error: Exception) -> bool:
+    """Return True for the error of a collective that another rank has refused."""
+    return _REFUSED in str(error)

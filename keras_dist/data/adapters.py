@@ -73,7 +73,7 @@ def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) ->
         batch_size=given["batch_size"],
         is_global=spec.is_global,
         steps_before=before,
-        rule=f"steps scaled: {steps_rule}" if before else "",
+        rule=steps_rule if before else "",
     )
     pieces = x, given["y"], given["sample_weight"]
     if is_arrays(pieces):
@@ -253,9 +253,10 @@ def validation_feed(
     own_steps = spec.scale_steps(steps_rule, steps, name=name)
     if batch_size is not None:
         batch_size = check_count(f"{prefix}batch_size", batch_size)
-    rule = f"steps scaled: {steps_rule}" if steps else ""
     pieces = {"x": x, "y": y, "sample_weight": sample_weight}
-    rows = Rows("arrays", batch_size, steps_before=steps, rule=rule)
+    rows = Rows(
+        "arrays", batch_size, steps_before=steps, rule=steps_rule if steps else ""
+    )
     if not is_arrays(tuple(pieces.values())) and x is not None:
         _check_dense(list(pieces.values()), spec)
         source = x if isinstance(x, Source) else Source(x)

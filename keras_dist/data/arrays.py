@@ -129,19 +129,13 @@ def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor
     """
 
     @tf.autograph.experimental.do_not_convert
-    def permutation(_: tf.Tensor) -> tf.Tensor:
+    def shuffle(rows: tf.Tensor) -> tf.Tensor:
         tf.compat.v1.get_default_graph().seed = seed
-        return tf.random.shuffle(tf.range(total, dtype=tf.int64))
+        all_rows = tf.range(total, dtype=tf.int64) if batch_size is None else rows
+        return tf.random.shuffle(all_rows)
 
-    @tf.autograph.experimental.do_not_convert
-    def shuffle_rows(rows: tf.Tensor) -> tf.Tensor:
-        tf.compat.v1.get_default_graph().seed = seed
-        return tf.random.shuffle(rows)
-
-    if batch_size is None:
-        data = tf.data.Dataset.range(1).map(permutation)
-    else:
-        data = tf.data.Dataset.range(total).batch(batch_size).map(shuffle_rows)
+    data = tf.data.Dataset.range(1 if batch_size is None else total)
+    data = data.batch(batch_size or 1).map(shuffle)
     with tf.device("CPU:0"):
         return tf.concat(list(as_untuned(data)), 0)
 

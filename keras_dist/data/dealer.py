@@ -9,7 +9,6 @@ With `batch="global"` no batch is dealt in training: all ranks have rows of each
 evaluations batches are dealt whole.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,7 +107,6 @@ class Dealer:
         """
         length = count_batches(dataset)
         total = finite_or_none(length)
-        is_tuple = type(dataset.element_spec) is tuple
 
         def split(batch: Any) -> Any:
             return add_mark(*take_local_rows(batch, self.rank, self.size))
@@ -131,11 +129,9 @@ class Dealer:
                 index = tf.identity(tf.constant(self.rank, tf.int64))
                 index = tf.minimum(index, count - 1) if is_marked else index
             batch = batches.skip(index).take(1)
-            return batch.map(functools.partial(mark, count)) if is_marked else batch
-
-        @tf.autograph.experimental.do_not_convert
-        def mark(count: tf.Tensor, *batch: Any) -> Any:
-            return add_mark(batch if is_tuple else batch[0], self.rank < count)
+            if not is_marked:
+                return batch
+            return map_batches(batch, lambda b: add_mark(b, self.rank < count), None)
 
         # A window is read to its end before a batch of it is.
         return assert_length(

@@ -11,7 +11,7 @@ data that comes in batches is then one global batch, of which each rank has rows
 Arithmetic only: rank and size are arguments, and nothing is read here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -75,14 +75,27 @@ class ShardSpec:
     steps_per_execution: int = 1
 
     def scale_steps(self, rule: str, steps: int | None, *, name: str) -> int | None:
-        """Scale steps of a script for one process, as the function `scale_steps`.
+        """Scale the steps of a script for one process to steps of each rank.
 
         One process makes whole executions.
+
+        Args:
+            rule: `"divide"` by the number of ranks and round up, or `"none"`.
+            steps: Steps that the script asks for, or `None` for all of the data.
+            name: The name of the argument, for the error.
+
+        Raises:
+            ValueError: If `steps` is not a positive whole number.
+
+        >>> ShardSpec(0, 3).scale_steps("divide", 100, name="steps")
+        34
         """
-        if steps is not None and self.size > 1:
-            executions = -(-check_count(name, steps) // self.steps_per_execution)
-            steps = executions * self.steps_per_execution
-        return scale_steps(rule, steps, size=self.size, name=name)
+        if steps is None:
+            return None
+        steps = check_count(name, steps)
+        if self.size > 1:
+            steps += -steps % self.steps_per_execution
+        return -(-steps // self.size) if rule == "divide" else steps
 
     @property
     def is_global(self) -> bool:
@@ -95,29 +108,6 @@ class ShardSpec:
         return 1 if self.is_global else self.size
 
 
-def scale_steps(
-    rule: str, steps: int | None, *, size: int, name: str = "steps"
-) -> int | None:
-    """Scale the steps of a script for one process to steps of each rank.
-
-    Args:
-        rule: `"divide"` by the number of ranks and round up, or `"none"`.
-        steps: Steps that the script asks for, or `None` for all of the data.
-        size: Number of ranks.
-        name: The name of the argument, for the error.
-
-    Raises:
-        ValueError: If `steps` is not a positive whole number.
-
-    >>> scale_steps("divide", 100, size=3)
-    34
-    """
-    if steps is None:
-        return None
-    steps = check_count(name, steps)
-    return -(-steps // size) if rule == "divide" else steps
-
-
 def check_count(name: str, value: Any) -> int:
     """Return a number of rows or steps, or raise a `ValueError`."""
     is_whole = not isinstance(value, bool) and hasattr(value, "__index__")
@@ -126,6 +116,13 @@ def check_count(name: str, value: Any) -> int:
             f"`{name}` must be a whole number of at least 1. Received: {name}={value!r}"
         )
     return int(value)
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise a `ValueError` if a value is none of the choices."""
+    if value not in choices:
+        shown = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` must be one of {shown}. Received: {name}={value!r}")
 
 
 def no_data(received: str, *, is_training: bool = False) -> ValueError:

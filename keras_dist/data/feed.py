@@ -138,25 +138,17 @@ def raise_own_errors(feeds: Sequence[Feed]) -> Iterator[None]:
         try:
             yield
         except tf.errors.OpError as error:
-            original = own_error(feeds, error)
-            if original is error:
+            readers = [feed.reader for feed in feeds if feed.reader is not None]
+            for failure in (reader.failure for reader in readers):
+                if failure is not None:
+                    raise failure from None
+            found = _WRONG_LENGTH.search(error.message)
+            if not found:
                 raise
-            raise original from None
-
-
-def own_error(feeds: Sequence[Feed], error: Exception) -> Exception:
-    """Return the error that the user's data raised, if TensorFlow has wrapped one."""
-    if not isinstance(error, tf.errors.OpError):
-        return error
-    for feed in feeds:
-        if feed.reader is not None and feed.reader.failure is not None:
-            return feed.reader.failure
-    if found := _WRONG_LENGTH.search(error.message):
-        return RuntimeError(
-            "A pass over the data gave another number of batches than the data set's "
-            f"cardinality says. Received: a pass {found[0].strip().rstrip('.')}. A "
-            "cache that was filled by an iterator that stopped midway has too few "
-            "batches; so has a data set with a wrong `assert_cardinality`. Make the "
-            "data set anew before this call."
-        )
-    return error
+            raise RuntimeError(
+                "A pass over the data gave another number of batches than the data "
+                f"set's cardinality says. Received: a pass {found[0].strip(' .')}. A "
+                "cache that was filled by an iterator that stopped midway has too few "
+                "batches; so has a data set with a wrong `assert_cardinality`. Make "
+                "the data set anew before this call."
+            ) from None

@@ -193,16 +193,18 @@ def begin_unread_pass(
 
 
 def map_batches(
-    dataset: tf.data.Dataset, function: Callable[[Any], Any]
+    dataset: tf.data.Dataset,
+    function: Callable[[Any], Any],
+    calls: int | None = tf.data.AUTOTUNE,
 ) -> tf.data.Dataset:
-    """Map a function of a whole batch; `map` would unpack tuples."""
+    """Map a function of a whole batch, several at a time; `map` unpacks tuples."""
     is_tuple = type(dataset.element_spec) is tuple
 
     @tf.autograph.experimental.do_not_convert
     def call(*batch: Any) -> Any:
         return function(batch if is_tuple else batch[0])
 
-    return dataset.map(call, tf.data.AUTOTUNE, deterministic=True)
+    return dataset.map(call, calls, deterministic=True)
 
 
 def join_windows(

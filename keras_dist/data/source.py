@@ -7,12 +7,14 @@ import itertools
 import random
 import weakref
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dist import private
 from keras_dist.data.arrays import RAGGED_OR_SPARSE
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import (
@@ -35,6 +37,24 @@ _LOOKS = 2
 # How many batches of an iterator TensorFlow would have read ahead on one process.
 _READ_AHEAD: "weakref.WeakKeyDictionary[Iterator[Any], int]"
 _READ_AHEAD = weakref.WeakKeyDictionary()
+
+# Whether this thread reads a batch.
+_is_reading: ContextVar[bool] = ContextVar("is_reading", default=False)
+
+
+@contextlib.contextmanager
+def read_alone() -> Iterator[None]:
+    """Context manager in which the user's data is read: other ranks read other data."""
+    token = _is_reading.set(True)
+    try:
+        yield
+    finally:
+        _is_reading.reset(token)
+
+
+def is_reading() -> bool:
+    """Return True in the user's data, which may predict by another model."""
+    return _is_reading.get() or private.is_in_py_function()
 
 
 class Source:
@@ -110,6 +130,7 @@ class Source:
         """Return True if there may be fewer batches than ranks."""
         return self.length is None or self.length < size
 
+    @read_alone()
     def first(self, count: int) -> list[Any]:
         """Read the first `count` batches, or as many as there are.
 

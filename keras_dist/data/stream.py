@@ -10,13 +10,12 @@ import tensorflow as tf
 
 from keras_dist.data.arrays import RAGGED_OR_SPARSE, is_scipy_sparse
 from keras_dist.data.dealer import Dealer, add_mark, is_number
-from keras_dist.data.division import ShardSpec
+from keras_dist.data.division import ShardSpec, no_data
 from keras_dist.data.source import Source
-from keras_dist.errors import RankError, describe, mark_known
 
 # What a rank says before a step: it has a batch; it has none left; it had none in this
-# pass; its data raised an error.
-_MORE, _END, _EMPTY, _ERROR = range(4)
+# pass.
+_MORE, _END, _EMPTY = range(3)
 
 
 class StreamReader:
@@ -67,14 +66,12 @@ class StreamReader:
     def _batches(self) -> Iterator[Any]:
         batches, last = self._next_pass(), None
         while True:
-            own, message = None, ""
             try:
                 own = self._next(batches)
-                state = _MORE if own else _END if last else _EMPTY
-            except Exception as error:  # any error is sent to the other ranks
+            except Exception as error:  # TensorFlow will wrap it
                 self.failure = error
-                state, message = _ERROR, describe(error)
-            if not self._goes_on(state, message):
+                raise
+            if not self._goes_on(_MORE if own else _END if last else _EMPTY):
                 return
             last = own or last
             assert last is not None  # else `_goes_on` has raised an error
@@ -93,31 +90,18 @@ class StreamReader:
         as_read = self._source.standardize
         return self._dealer.take(len(of_step), lambda index: as_read(of_step[index]))
 
-    def _goes_on(self, state: int, message: str) -> bool:
-        """Return True if a rank has a batch; an error of one is raised on all."""
-        if self._gather is None:
-            if self.failure is not None:
-                raise self.failure
-            return state == _MORE
-        states, messages = zip(*self._gather((state, message)), strict=True)
-        if _ERROR in states:
-            rank = states.index(_ERROR)
-            raise self._fail(RankError(rank, messages[rank]))
-        if _EMPTY in states:
+    def _goes_on(self, state: int) -> bool:
+        """Return True if a rank has a batch; all ranks learn it."""
+        states = [state] if self._gather is None else self._gather(state)
+        if self._gather is not None and _EMPTY in states:
             ranks = [rank for rank, other in enumerate(states) if other != _EMPTY]
-            error = ValueError(
+            self.failure = ValueError(
                 "Each rank needs at least one row. Received: data of type "
                 f"{self._source.type_name} with batches on ranks {ranks} of "
                 f"{len(states)} alone. Pass more data, or start fewer processes."
             )
-            raise self._fail(error)
+            raise self.failure
         return _MORE in states
-
-    def _fail(self, error: Exception) -> Exception:
-        """Keep the first error of this rank's data, which TensorFlow will wrap."""
-        self.failure = self.failure or error
-        mark_known(self.failure)
-        return self.failure
 
     def _signature(self) -> Any:
         if isinstance(self._source.data, tf.data.Dataset):
@@ -127,10 +111,8 @@ class StreamReader:
             return self._source.data.element_spec
         looks = [self._source.standardize(batch) for batch in self._source.first(2)]
         if not looks:
-            raise ValueError(
-                "There is no data. Received: "
-                f"a {self._source.type_name} without a batch."
-            )
+            received = f"a {self._source.type_name} without a batch"
+            raise no_data(received, is_training=self._dealer.is_training)
         for leaf in keras.tree.flatten(looks):
             is_dense = hasattr(leaf, "shape") and not isinstance(leaf, RAGGED_OR_SPARSE)
             if not is_dense or is_scipy_sparse(leaf):

@@ -17,13 +17,6 @@ from keras_dist.horovod.optimizer import (
 from keras_dist.optimizer.nested import build_optimizer, leaves, state_of
 from keras_dist.training import build
 
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
-
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts weights and optimizer state from one rank before the first step.

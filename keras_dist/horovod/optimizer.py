@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
+from keras_dist.data.division import check_count
 from keras_dist.horovod.collectives import (
     Average,
     Compression,
@@ -107,12 +108,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's own name
     True
     """
     check_all_ranks(process_set)
-    passes = backward_passes_per_step
-    if not isinstance(passes, int) or passes < 1:
-        raise ValueError(
-            "`backward_passes_per_step` must be a whole number of at least 1. "
-            f"Received: backward_passes_per_step={passes!r}"
-        )
+    passes = check_count("backward_passes_per_step", backward_passes_per_step)
     options = make_options(op, compression)
     attach.DistributedOptimizer(
         optimizer, op=options.op, compression=options.compression

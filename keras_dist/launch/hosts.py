@@ -1,5 +1,6 @@
 """Hosts: their names as the user writes them, their addresses, and this one's GPUs."""
 
+import itertools
 import os
 import re
 import socket
@@ -168,12 +169,9 @@ def ranges(ranks: Iterable[int]) -> str:
     >>> ranges([4]), ranges([1, 0]), ranges([0, 1, 2, 3, 5, 7, 8])
     ('4', '0, 1', '0 to 3, 5, 7, 8')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    places = enumerate(sorted(ranks))
+    groups = itertools.groupby(places, lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
     return ", ".join(
         f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
         for run in runs

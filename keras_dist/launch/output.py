@@ -28,9 +28,13 @@ _LONGEST = 1 << 14
 _MOST_WAITING, _TICK, _LEAVE_SECONDS = 1 << 24, 0.1, 2.0
 
 # A line, or one state of a progress bar, which ends with a carriage return; or carriage
-# returns alone. It is applied to whole lines: with a beginning of a line at the end it
-# would look for the end from each of its bytes.
-_LINE = re.compile(rb"\r+(?!\n)|[^\r\n]*(?:\r?\n|\r)")
+# returns alone; or a part of a line, at the end.
+_LINE = re.compile(rb"\r+(?!\n)|[^\r\n]*+(?:\r?\n|\r)|[^\r\n]++\Z")
+
+# A warning of Python, Keras or TensorFlow, with its line of code; and how long one of
+# another rank waits for the same of the first rank, in seconds.
+_WARNING = re.compile(rb"(?m)^[^\r\n]*(?i:warning:).*\n(?:  .*\n)?")
+_HOLD_SECONDS = 2.0
 
 # What TensorFlow writes as it is imported, whatever its level of logging.
 _ROUTINE = re.compile(rb"I0000 00:00:|WARNING: All log messages before absl::Init")
@@ -128,6 +132,10 @@ class Output:
         self._selector = selectors.DefaultSelector()
         # Whose progress bar is the last line of the screen.
         self._bar: _Lines | None = None
+        # Warnings that the first rank has shown; and those of others, with the times
+        # until which they wait for the same one there.
+        self._warnings: set[bytes] = set()
+        self._held: deque[tuple[float, _Lines, bytes]] = deque()
         self._folder = None if folder is None else Path(folder)
         self._files: dict[int, IO[bytes]] = {}
         if self._folder is not None:
@@ -159,6 +167,7 @@ class Output:
                 self._write(key.data, data)
             else:
                 self._finish(key)
+        self._release(time.monotonic())
         SCREEN.wait(_TICK)
         return is_any
 
@@ -168,6 +177,7 @@ class Output:
             pass
         for key in list(self._selector.get_map().values()):
             self._finish(key)
+        self._release()
         self._selector.close()
         for file in self._files.values():
             with contextlib.suppress(OSError):
@@ -192,7 +202,25 @@ class Output:
         self._show(lines, data)
 
     def _show(self, lines: "_Lines", data: bytes) -> None:
-        if shown := lines.add(data):
+        data = lines.take_lines(data)
+        found = _WARNING.findall(data) if b"warning:" in data.lower() else []
+        if not lines.rank:
+            self._warnings.update(found)
+        elif found and not lines.is_in_line:
+            end = time.monotonic() + _HOLD_SECONDS
+            self._held.extend((end, lines, text) for text in found)
+            data = _WARNING.sub(b"", data)
+        self._print(lines, data)
+
+    def _release(self, now: float = float("inf")) -> None:
+        """Show warnings that have waited, and that the first rank has not shown."""
+        while self._held and self._held[0][0] < now:
+            _, lines, text = self._held.popleft()
+            if text not in self._warnings:
+                self._print(lines, text)
+
+    def _print(self, lines: "_Lines", data: bytes) -> None:
+        if shown := b"".join(map(lines.add_prefix, _LINE.findall(data))):
             if self._bar is not None and self._bar.rank != lines.rank:
                 SCREEN.write(self._bar.screen, b"\n")
             SCREEN.write(lines.screen, shown)
@@ -207,18 +235,18 @@ class _Lines:
         self.rest = b""
         self.is_in_line = False  # a part of the current line is shown
 
-    def add(self, data: bytes) -> bytes:
+    def take_lines(self, data: bytes) -> bytes:
         """Add data; return what can be shown now: lines, or a part of a long one."""
         data = self.rest + data
         # A carriage return at the end may be followed by a newline.
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
-        pieces, self.rest = _LINE.findall(data[:end]), data[end:]
-        if len(self.rest) > _LONGEST:
-            pieces.append(self.rest.removesuffix(b"\r"))
-            self.rest = self.rest[len(pieces[-1]) :]
-        return b"".join(map(self._add_prefix, pieces))
+        if len(data) - end > _LONGEST:
+            end = len(data.removesuffix(b"\r"))
+        self.rest = data[end:]
+        return data[:end]
 
-    def _add_prefix(self, piece: bytes) -> bytes:
+    def add_prefix(self, piece: bytes) -> bytes:
+        """Return a line, or a part of a long one, as the screen shows it."""
         was_in_line = self.is_in_line
         if not was_in_line and _ROUTINE.match(piece):
             return b""

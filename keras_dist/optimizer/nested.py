@@ -108,6 +108,11 @@ def leaves(optimizer: Any) -> list[Any]:
     return [o for o in found if not (_list_delegates(o) or isinstance(o, _MULTI))]
 
 
+def leaves_of(model: Any) -> list[Any]:
+    """Return the leaves of all optimizers of a model."""
+    return [leaf for outer in optimizers_of(model) for leaf in leaves(outer)]
+
+
 def _list_delegates(optimizer: Any) -> list[Any]:
     """List the inner optimizers whose `apply` this one calls."""
     return inner_optimizers(optimizer) if changes_updates(optimizer) else []

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import comm, mixin, private
-from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.nested import leaves, leaves_of
 
 LearningRateRule = Literal["linear", "sqrt", "none"] | float | Callable[[int], float]
 
@@ -223,7 +223,7 @@ def effective_rates(model: Any) -> dict[str, float]:
         model: A compiled model. With several optimizers in it, the name of each one is
             appended to the key, as in Keras.
     """
-    found = [leaf for one in optimizers_of(model) for leaf in leaves(one)]
+    found = leaves_of(model)
     return {
         f"{_LOGGED}_{leaf.name}" if len(found) > 1 else _LOGGED: effective_rate(leaf)
         for leaf in found
@@ -243,11 +243,8 @@ class ScalesRate:
     _rate: _Rate
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._rate.is_updating = True
-        try:
+        with mixin.change(self._rate, is_updating=True):
             return super().apply(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._rate.is_updating = False
 
     @property
     def learning_rate(self) -> Any:

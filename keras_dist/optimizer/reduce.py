@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.data.division import check_choice
 from keras_dist.errors import mark_known
 from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates
@@ -47,15 +48,8 @@ class Averaging:
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in get_args(Op):
-            raise ValueError(
-                f'`op` must be "average" or "sum". Received: op={self.op!r}'
-            )
-        if self.compression not in (None, *get_args(Compression)):
-            raise ValueError(
-                '`compression` must be None, "fp16" or "bf16". '
-                f"Received: compression={self.compression!r}"
-            )
+        check_choice("op", self.op, get_args(Op))
+        check_choice("compression", self.compression, (None, *get_args(Compression)))
 
 
 @dataclass

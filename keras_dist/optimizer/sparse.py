@@ -227,8 +227,6 @@ def is_merged(optimizer: Any) -> bool:
 
 
 def _is_linear(leaf: Any) -> bool:
-    if not _is_from_keras(leaf):
-        return False
     # Keras cannot divide slices by a loss scale that is a number.
     if leaf.gradient_accumulation_steps or leaf.loss_scale_factor is not None:
         return True

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import keras
 
-from keras_dist.data.division import StepsRule, check_count
+from keras_dist.data.division import StepsRule, check_choice, check_count
 from keras_dist.optimizer.rate import LearningRateRule
 
 # What `Model.fit`, `evaluate` and `predict` take as `callbacks`.
@@ -50,17 +50,9 @@ class Options:
                 '`batch` must be "rank" (the batch size is that of one rank) or '
                 f'"global" (it is that of all ranks together). Received: {self.batch!r}'
             )
-        choices = {
-            "steps_scaling": get_args(StepsRule),
-            "validation_steps_scaling": get_args(StepsRule),
-            "shard": ("auto", "none", "first"),
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"`{name}` must be one of {', '.join(values)}. "
-                    f"Received: {name}={getattr(self, name)!r}"
-                )
+        for name in ("steps_scaling", "validation_steps_scaling"):
+            check_choice(name, getattr(self, name), get_args(StepsRule))
+        check_choice("shard", self.shard, ("auto", "none", "first"))
         if self.save_steps is not None:
             check_count("save_steps", self.save_steps)
         if self.save_seconds is not None and not self.save_seconds > 0:

@@ -20,10 +20,11 @@ from keras_dist.data.adapters import hold_out, training_feed, validation_feed
 from keras_dist.data.division import ShardSpec
 from keras_dist.data.feed import Feed
 from keras_dist.optimizer.attach import averaging_of
-from keras_dist.optimizer.nested import leaves, optimizers_of
+from keras_dist.optimizer.nested import leaves_of
 from keras_dist.optimizer.rate import count_warmup_steps, rate_factor, schedule_of
 from keras_dist.optimizer.reduce import Averaging
 from keras_dist.setup.arguments import Options
+from keras_dist.training.remember import list_variables
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,7 @@ def _find_strategy(model: Any) -> Any:
         return tf.distribute.get_strategy()
     if model.distribute_strategy is not tf.distribute.get_strategy():
         return model.distribute_strategy
-    variables = list(model.variables)
-    for found in optimizers_of(model):
-        variables += found.variables
-    for variable in variables:
+    for variable in list_variables(model):
         value = getattr(variable, "value", None)
         if isinstance(value, tf.distribute.DistributedValues):
             return value.distribute_strategy
@@ -143,9 +141,10 @@ def prepare(
     averaging = averaging_of(model)
     if options.batch == "global" and any(each.op != "average" for each in averaging):
         raise ValueError(
-            'batch="global" gives the model of one process, and a sum of gradients '
-            'depends on the number of ranks. Received: batch="global" and an optimizer '
-            'made by DistributedOptimizer(…, op="sum"). Leave one out.'
+            "All ranks share each batch, as one process would train, and a sum of "
+            "gradients depends on the number of ranks. Received: an optimizer made by "
+            'DistributedOptimizer(…, op="sum"), and batch="global", as `distribute()` '
+            "passes it. Leave one out."
         )
     world = comm.init()
     stateful = [e.name for e in private.layers_of(model) if getattr(e, "stateful", 0)]
@@ -193,7 +192,7 @@ def prepare(
             *plan.describe_data(
                 training.plan, validation.plan if validation else None, world.size
             ),
-            *_describe_rates(model, options, factor, step_multiplier),
+            *dict.fromkeys(_describe_rates(model, options, factor, step_multiplier)),
             *_describe_resume(options, training),
             *_describe_parts(model, callbacks),
         ],
@@ -314,22 +313,20 @@ def _describe_rates(
     rule: Any = options.lr_scaling
     if not isinstance(rule, str):
         rule = "your function" if callable(rule) else "your factor"
-    times, warmup = f"× {plan.format_number(factor)}", ""
+    times, warmup = f"× {factor:.6g}", ""
     if options.warmup_epochs:
         plural = "" if options.warmup_epochs == 1 else "s"
-        epochs = plan.format_number(options.warmup_epochs)
-        warmup = f", after {epochs} epoch{plural} of warm-up"
+        warmup = f", after {options.warmup_epochs:.6g} epoch{plural} of warm-up"
 
-    for each in optimizers_of(model):
-        for leaf in leaves(each):
-            schedule = schedule_of(leaf)
-            if schedule is None:
-                now = float(comm.to_array(leaf.learning_rate))
-                before, after = map(plan.format_number, (now, now * factor))
-            else:
-                before = type(schedule).__name__
-                after = f"{before} {times}"
-            change = f"{before} → {after} ({rule}: {times}{warmup})"
-            yield "learning rate", before if factor == 1 else change
-            if schedule is not None and step_multiplier > 1:
-                yield "learning rate", f"schedule read at step × {step_multiplier}"
+    for leaf in leaves_of(model):
+        schedule = schedule_of(leaf)
+        if schedule is None:
+            now = float(comm.to_array(leaf.learning_rate))
+            before, after = f"{now:.6g}", f"{now * factor:.6g}"
+        else:
+            before = type(schedule).__name__
+            after = f"{before} {times}"
+        change = f"{before} → {after} ({rule}: {times}{warmup})"
+        yield "learning rate", before if factor == 1 else change
+        if schedule is not None and step_multiplier > 1:
+            yield "learning rate", f"schedule read at step × {step_multiplier}"

@@ -6,7 +6,7 @@ from typing import Literal
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data.division import check_count, divide_batch
+from keras_dist.data.division import check_choice, check_count, divide_batch
 from keras_dist.data.pipeline import list_seeds
 from keras_dist.data.presharded import Presharded, divide_rows, find_presharded
 
@@ -49,8 +49,7 @@ def shard(
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
     rows = None if batch_size is None else check_count("batch_size", batch_size)
-    if batch not in ("rank", "global"):
-        raise ValueError(f'`batch` must be "rank" or "global". Received: {batch!r}')
+    check_choice("batch", batch, ("rank", "global"))
     if batch == "global" and comm.size() > 1:
         if rows is None:
             raise ValueError(

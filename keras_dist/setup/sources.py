@@ -21,7 +21,6 @@ from keras_dist.data.division import ShardSpec
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
 from keras_dist.data.presharded import Presharded, find_presharded
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
-from keras_dist.errors import RankError, describe
 from keras_dist.lines import warn
 from keras_dist.setup.arguments import Options
 
@@ -104,22 +103,17 @@ def _read_pass(data: Any, shuffle: bool) -> Iterator[Any]:
 def _receive(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches of the first rank. Each of them is a collective."""
     while True:
-        error, message = None, None
+        found: list[Any] = []
         if comm.rank() == 0:
             draws.draw_own(0)  # the other ranks draw nothing for it
             try:
-                found = [_to_arrays(batch) for batch in itertools.islice(batches, 1)]
-                message = ("batch", found[0]) if found else ("end", None)
-            except Exception as caught:  # the other ranks wait
-                error, message = caught, ("error", describe(caught))
+                found = list(map(_to_arrays, itertools.islice(batches, 1)))
             finally:
                 draws.draw_alike()
-        kind, value = comm.gather_in_thread(message)[0]
-        if kind == "end":
+        found = comm.gather_in_thread(found)[0]
+        if not found:
             return
-        if kind == "error":
-            raise error or RankError(0, value)
-        yield value
+        yield from found
 
 
 def _to_arrays(batch: Any) -> Any:

@@ -183,8 +183,7 @@ def start(
         tf.variable_creator_scope(_made_now),
     ):
         if is_first or not is_eager:  # an eager step makes it by itself
-            with comm.together():
-                build(model, own_step, data, is_eager=is_eager)
+            build(model, own_step, data, is_eager=is_eager)
         # Outside of the graph that is being traced, so that this runs once, now.
         with tf.init_scope():
             _call_hooks(

@@ -14,6 +14,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
 from keras_dist.data.feed import Feed
@@ -73,6 +75,17 @@ def uninstall(model: Any, *, is_over: bool = False) -> None:
         session.undo.close()
         if is_over:
             object.__delattr__(model, "_distributed_session")
+
+
+class FitCallback(keras.callbacks.Callback):
+    """Makes its model train on all ranks until the fit is over."""
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        install(model)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        uninstall(self.model)
 
 
 @contextlib.contextmanager
@@ -171,7 +184,8 @@ def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
     before = vars(model).get("_distributed_session")
     session = install(model)
     try:
-        with session.enter_next_evaluation(feed):
+        on_all = {"averages": True, "evaluation": None, "next_evaluation": feed}
+        with mixin.change(session, **on_all):
             yield
     finally:
         if session is not before:

@@ -5,7 +5,7 @@ read before this rank's own state is restored.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ def global_result(
       for the variables of metrics; `"only_first_replica"`, that of the first rank with
       rows; `"mean"` or none, an average weighted by rows.
     - What a metric keeps in Python is combined, too (`metric_state`), or an error.
-    - Results that then still differ are averaged, weighted by rows, with a warning.
+    - Results that then still differ are those of the first rank.
 
     Args:
         metrics: `keras.metrics.Metric` objects, the same ones on every rank.
@@ -108,7 +108,13 @@ def global_result(
     counts, by_rank = zip(*comm.gather((seen, states)), strict=True)
     counted = [rank for rank in range(comm.size()) if counts[rank].has_rows]
     fractions = weights([counts[rank].rows for rank in counted])
-    with _swap_states(stateful, [by_rank[rank] for rank in counted], fractions):
+    found_states = zip(*(by_rank[rank] for rank in counted), strict=True)
+    pairs = zip(stateful, found_states, strict=True)
+    with preserve_metrics(stateful):
+        # A metric that merges may be inside of one that does not: it comes last.
+        for metric, found in sorted(pairs, key=lambda pair: merges(pair[0])):
+            own_states, own_starts = zip(*found, strict=True)
+            combine_states(metric, own_states, fractions, own_starts)
         exact = _on_host(result())
         is_of_step = isinstance(logs, Mapping) and set(logs) != set(exact)
         exact_results = _results_by_path(metrics, exact) if is_of_step else {}
@@ -117,36 +123,16 @@ def global_result(
         exact = _last_step_logs(logs, local_results, exact_results, counts, sums)
     if all(map(is_of_keras, stateful)):
         return exact
-    return _make_alike(exact, counted, fractions)
-
-
-def _make_alike(logs: Any, counted: Sequence[int], fractions: Sequence[float]) -> Any:
-    """Average values that differ between the ranks; one gather.
-
-    A metric of the user's may read what is not its own. With other values on each rank,
-    callbacks would decide otherwise.
-    """
-    own, *others = everyone = comm.gather(_arrays_by_path(logs))
-    differing = {
-        path: _on_host(
-            combine("mean", [everyone[rank][path] for rank in counted], fractions)
-        )
-        for path, value in own.items()
-        if not all(np.array_equal(value, o[path], equal_nan=True) for o in others)
-    }
-    if not differing:
-        return logs
-    if comm.rank() == 0:
-        names = ", ".join("/".join(map(str, path)) for path in differing)
+    # A metric of the user's may read what is not its own: all ranks decide alike.
+    own, *others = everyone = comm.gather(exact)
+    if comm.rank() == 0 and any(repr(other) != repr(own) for other in others):
         warn(
             "The results of a metric differ between the ranks, after its state was "
-            f"combined over them, so it reads something else. Received: {names}. They "
-            "are averaged, weighted by rows. Keep all of its state in variables "
+            "combined over them, so it reads something else. Those of the first rank "
+            f"count. Received: {everyone}. Keep all of its state in variables "
             "(`add_variable`)."
         )
-    flat = keras.tree.flatten_with_path(logs)
-    shared = [differing.get(path, value) for path, value in flat]
-    return keras.tree.pack_sequence_as(logs, shared)
+    return own
 
 
 def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:
@@ -193,20 +179,6 @@ def _facts(metrics: Sequence[Any], logs: Any) -> dict[str, Any]:
         names = sorted("/".join(map(str, path)) for path in paths)
         facts["the names in the logs"] = names
     return facts
-
-
-@contextlib.contextmanager
-def _swap_states(
-    metrics: Sequence[Any], by_rank: Sequence[Any], fractions: Sequence[float]
-) -> Iterator[None]:
-    """Context manager in which metrics have the state of one process on all rows."""
-    pairs = zip(metrics, zip(*by_rank, strict=True), strict=True)
-    with preserve_metrics(metrics):
-        # A metric that merges may be inside of one that does not: it comes last.
-        for metric, found in sorted(pairs, key=lambda pair: merges(pair[0])):
-            states, starts = zip(*found, strict=True)
-            combine_states(metric, states, fractions, starts)
-        yield
 
 
 def _results_by_path(metrics: Sequence[Any], results: Any) -> dict[Path, np.ndarray]:

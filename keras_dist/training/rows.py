@@ -10,7 +10,6 @@ In an evaluation, while a model is built, and on one rank, they communicate noth
 there they are the plain sum, the plain mean, and the identity.
 """
 
-import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
+from keras_dist.errors import read_number
 from keras_dist.lines import warn
 from keras_dist.optimizer import step_context
 
@@ -294,14 +294,7 @@ def most_mib() -> float:
     Raises:
         ValueError: If the variable holds no number of at least 0.
     """
-    text = os.environ.get(VARIABLE, "16")
-    with contextlib.suppress(ValueError):
-        if (limit := float(text)) >= 0:
-            return limit
-    raise ValueError(
-        f"`{VARIABLE}` must be a number of MiB. Received: {VARIABLE}={text!r}. Set it "
-        "to 0 or more, or unset it."
-    )
+    return read_number(os.environ.get(VARIABLE, 16), name=VARIABLE, unit="MiB")
 
 
 def row_bytes(tensor: Any) -> int:

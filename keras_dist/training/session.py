@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data.feed import Feed, own_error
-from keras_dist.errors import is_known
+from keras_dist.data.draws import preserve_generators
+from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import StopRequest
 from keras_dist.training.metric_state import MetricState, read_state, record_starts
@@ -80,9 +80,8 @@ def _next_keras_state() -> Any:
     generator = private.keras_state().get(private.SEED_GENERATOR)
     if generator is not None:
         return comm.to_array(generator.state)
-    drawn = random.Random()
-    drawn.setstate(random.getstate())
-    return [drawn.randint(1, int(1e9)), 0]  # as Keras seeds the generator
+    with preserve_generators():
+        return [random.randint(1, int(1e9)), 0]  # as Keras seeds the generator
 
 
 def _derive_seed(model: Any) -> int:
@@ -115,6 +114,7 @@ class TracedFunctions:
         global_rows: Rows of all ranks in the first step that was traced.
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
+        steps: The steps of this fit.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         noise: What steps draw without a seed, on several ranks.
         starts: The states in which metrics of the user's have begun, by their id.
@@ -127,7 +127,7 @@ class TracedFunctions:
         self.runner: Runner | None = None
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
-        self.position, self._steps = _counter([0, 0, 0]), _counter(0)
+        self.position, self.steps = _counter([0, 0, 0]), _counter(0)
         self.stop_request, self.noise = StopRequest(), StepNoise()
         self.starts: dict[int, MetricState] = {}
         self._compiled: tuple[Any, ...] = ()
@@ -145,7 +145,7 @@ class TracedFunctions:
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
         self.stop_request.reset()
-        for counter in (self.rows_trained, self.rows_seen, self.position, self._steps):
+        for counter in (self.rows_trained, self.rows_seen, self.position, self.steps):
             counter.assign(tf.zeros_like(counter))
 
     @contextlib.contextmanager
@@ -154,10 +154,6 @@ class TracedFunctions:
         before = {id(m): read_state(m) for m in list_own_metrics(model)}
         yield
         self.starts = record_starts(list_own_metrics(model), self.starts, before)
-
-    def next_step(self) -> Any:
-        """Count a step of this fit, and return its number; in a graph or not."""
-        return self._steps.assign_add(1, read_value=True)
 
     def split(self, is_split: bool) -> None:
         """Set whether XLA compiles parts of a step."""
@@ -234,8 +230,6 @@ class Session:
         averages: Whether the state of metrics is summed over all ranks.
         next_evaluation: What `Model.evaluate` evaluates on when it is called next.
         evaluation: The data of the evaluation that is running; `None` in a training.
-        is_awaited: Whether the other ranks wait for this one in an exchange in which
-            it can tell them an error.
         rows_restored: Rows of this epoch that the process before a resume trained on.
         on_compile: What is called when a callback has compiled the model once more.
         before_predict: Synchronizes statistics before all ranks predict in this fit.
@@ -259,7 +253,6 @@ class Session:
     averages: bool = False
     next_evaluation: Feed = ALONE
     evaluation: Feed | None = None
-    is_awaited: bool = False
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
     before_predict: Callable[[], None] = lambda: None
@@ -279,8 +272,6 @@ class Session:
     def use(self, training: Feed, validation: Feed | None) -> None:
         """Set the data of this fit."""
         self.feed, self.validation = training, validation or self.validation
-        if training.division is not None:
-            self._set_position(training.division, training.division.begin)
 
     @property
     def feeds(self) -> list[Feed]:
@@ -295,13 +286,11 @@ class Session:
     def begin_epoch(self, epoch: int) -> None:
         """Let the data, and the position of the next step, begin an epoch."""
         self.first_call = self.calls + 1
-        step = self.feed.begin_epoch(epoch)
-        if self.feed.division is not None:
-            self._set_position(self.feed.division, self.feed.division.span(step)[1])
-
-    def _set_position(self, division: Any, begin: int) -> None:
-        position = begin, division.total, division.global_batch
-        self.traced.position.assign(position)
+        step, division = self.feed.begin_epoch(epoch), self.feed.division
+        if division is not None:
+            begin = division.span(step)[1]
+            position = begin, division.total, division.global_batch
+            self.traced.position.assign(position)
 
     @property
     def knows_rows(self) -> bool:
@@ -388,27 +377,11 @@ class Session:
         """Rows of this epoch, with restored ones; this waits for the last step."""
         return int(self.traced.rows_trained.numpy())
 
-    @property
-    def process_rows(self) -> int:
-        """Rows of this epoch, without restored ones."""
-        return self.rows_trained - self.rows_restored
-
     def runs_on_all(self) -> bool:
         """Return True if a result that is read now is one over all ranks."""
         if step_context.is_inside() or not self.averages:
             return False
         return self.evaluation is not ALONE
-
-    def begin_steps(self) -> None:
-        """Note that steps come, or an evaluation, in which the others wait for it."""
-        self.is_awaited = self.evaluation is not None and self.evaluation is not ALONE
-
-    def end_steps(self) -> None:
-        """Note that Keras's loop has its result over all ranks.
-
-        A training may open its validation data then, and an evaluation is over.
-        """
-        self.is_awaited = self.evaluation is None
 
     @contextlib.contextmanager
     def enter_evaluation(self, is_of_fit: bool = False) -> Iterator[None]:
@@ -418,46 +391,23 @@ class Session:
             is_of_fit: Whether the loop of `Model.fit` calls it.
         """
         evaluation = self.validation if is_of_fit else self.next_evaluation
-        before = self.evaluation, self.is_awaited, self.next_evaluation
-        self.evaluation, self.is_awaited = evaluation, evaluation is not ALONE
+        before = self.evaluation, self.next_evaluation
+        self.evaluation = evaluation
         self.next_evaluation = ALONE  # of a callback
         try:
-            with self.raise_on_all():
+            if self.runs_on_all():
+                with self.raise_on_all():
+                    yield
+            else:
                 yield
         finally:
-            self.evaluation, self.is_awaited, self.next_evaluation = before
-            self.is_awaited &= evaluation is ALONE
-
-    @contextlib.contextmanager
-    def enter_next_evaluation(self, feed: Feed) -> Iterator[None]:
-        """Context manager in which `Model.evaluate` runs on all ranks, on a feed."""
-        before = self.averages, self.evaluation, self.next_evaluation
-        self.averages, self.evaluation, self.next_evaluation = True, None, feed
-        try:
-            yield
-        finally:
-            self.averages, self.evaluation, self.next_evaluation = before
-
-    @contextlib.contextmanager
-    def on_this_rank(self) -> Iterator[None]:
-        """Context manager in which results are this rank's own, without collectives."""
-        before, self.averages = self.averages, False
-        try:
-            yield
-        finally:
-            self.averages = before
+            self.evaluation, self.next_evaluation = before
 
     @contextlib.contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Context manager whose error is also raised on ranks that wait for it."""
-        try:
+        """Context manager whose error, or that of its data, is raised on all ranks."""
+        with comm.raise_on_all(), raise_own_errors(self.feeds):
             yield
-        except Exception as error:
-            is_told = is_known(error) or not (self.is_awaited and self.averages)
-            if comm.size() > 1 and not is_told:
-                with comm.together():
-                    raise own_error(self.feeds, error)  # noqa: B904 - as it was
-            raise
 
 
 def session_of(model: Any) -> Session:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, private
+from keras_dist import comm, mixin, private
 from keras_dist.data.dealer import add_mark, is_mark
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
@@ -88,28 +88,25 @@ class DistributedStep(PredictsAlone):
         session = self._distributed_session
         session.is_traced = False
         check_again(self)
-        asked = self.jit_compile
-        is_split = bool(asked) and comm.size() > 1
+        is_split = bool(self.jit_compile) and comm.size() > 1
         session.traced.split(is_split)
         # XLA cannot compile a collective: `train_step` compiles what is around it.
-        self.jit_compile = asked and not is_split
-        try:
+        with mixin.change(self, jit_compile=self.jit_compile and not is_split):
             super().make_train_function(force)  # type: ignore[misc]
-        finally:
-            self.jit_compile = asked
         function = self.train_function
 
         def train(iterator: Any) -> Any:
-            needs_batch, session.calls = _needs_batch(self), session.calls + 1
-            if needs_batch or session.may_try_again():
-                count = self.steps_per_execution
-                batches, iterator = build.read_first(iterator, count)
-                if batches:
-                    batch, _ = session.split_mark(batches[0])
-                    (_start if needs_batch else _try_step)(self, batch)
-                if self.train_function is not train:
-                    return self.train_function(iterator)
-            with explain_updates():
+            session = session_of(self)  # of this fit, whose data the next must not hold
+            with session.raise_on_all(), explain_updates():
+                needs_batch, session.calls = _needs_batch(self), session.calls + 1
+                if needs_batch or session.may_try_again():
+                    count = self.steps_per_execution
+                    batches, iterator = build.read_first(iterator, count)
+                    if batches:
+                        batch, _ = session.split_mark(batches[0])
+                        (_start if needs_batch else _try_step)(self, batch)
+                    if self.train_function is not train:
+                        return self.train_function(iterator)
                 return function(iterator)
 
         self.train_function = train
@@ -142,7 +139,6 @@ class DistributedStep(PredictsAlone):
     def reset_metrics(self: Any) -> None:
         session = self._distributed_session
         session.traced.rows_seen.assign([0, 0, 0])
-        session.begin_steps()
         with session.traced.record_reset(self):
             super().reset_metrics()  # type: ignore[misc]
 
@@ -154,9 +150,7 @@ class DistributedStep(PredictsAlone):
         session = self._distributed_session
         if comm.size() == 1 or not session.runs_on_all():
             return super()._get_metrics_result_or_logs(logs)  # type: ignore[misc]
-        results = _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
-        session.end_steps()
-        return results
+        return _results(self, super().get_metrics_result, logs)  # type: ignore[misc]
 
     @property
     def stop_training(self: Any) -> bool:
@@ -225,7 +219,7 @@ def describe_step(
     session = session_of(model)
     is_keras_path = losses.is_keras_method(model, "train_step")
     with _after(data):
-        number = session.traced.next_step()
+        number = session.traced.steps.assign_add(1, read_value=True)
     return step_context.StepContext(
         rows=rows,
         has_rows=has_rows,

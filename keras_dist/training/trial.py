@@ -200,7 +200,7 @@ class Trial:
         if gathered := self.kinds.gathered:
             mib = sum(self.gatherable[site] for site in gathered)
             text += f", its rows gathered ({mib:.2g} MiB a step)"
-        return f"{text}; tried in {self.seconds:.1f} s"
+        return f"{text} (found by trying a step, in {self.seconds:.1f} s)"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from launch import RUN, finish, launch, start, write_script
 from keras_dist.launch.output import Output
 
 _PRINTS = """
-import os, random, signal, sys, time
+import os, random, signal, sys, time, warnings
 case, rank = sys.argv[1], int(os.environ["HOROVOD_RANK"])
 stdout, stderr = sys.stdout.buffer, sys.stderr.buffer
 if case == "line":
@@ -34,6 +34,11 @@ if case == "save":
     signal.signal(signal.SIGTERM, save)
     print("there", flush=True)
     time.sleep(1000)
+if case == "warns":
+    time.sleep(rank == 0)  # the first rank warns last
+    warnings.warn("of all ranks")
+    if rank:
+        warnings.warn("of rank 1")
 if case == "endless":
     while True:
         stdout.write(b"y" * 300_000)
@@ -75,6 +80,16 @@ def test_any_bytes_pass_as_they_are(script):
     assert seconds + more < 10
     stdout, _, _ = printed(script, "words")
     assert stdout == "größer ".encode() * 300_100 + b"\r\nthe end\r\n"
+
+
+def test_what_all_ranks_warn_stands_once(script):
+    """With its line of code; a warning of another rank alone is shown as its own."""
+    shown = launch([*RUN, "-np", 2, script, "warns"]).stderr.splitlines()
+    line = next(n for n, text in enumerate(shown) if text.endswith("of all ranks"))
+    assert shown[line].startswith(str(script)) and "warnings.warn" in shown[line + 1]
+    assert sum("of all ranks" in text for text in shown) == 2  # and the code
+    line = next(n for n, text in enumerate(shown) if text.endswith("of rank 1"))
+    assert all(text.startswith("[1] ") for text in shown[line : line + 2])
 
 
 def test_sigterm_is_answered_while_a_rank_prints(script):

@@ -59,8 +59,9 @@ def test_the_first_draws_of_a_script(tmp_path):
 
 
 def test_a_split_without_a_seed(tmp_path):
-    """Equal before and after each fit."""
+    """Equal before and after each fit; `verbose=0` says once that there are ranks."""
     done = launch([write_script(tmp_path, TRAINS)], ranks=2)
+    assert done.stdout.count(": fit runs on 2 ranks\n") == 1, done.stdout
     for word in ("split", "after"):
         first, second = lines(done, word)
         assert first == second != [], done.stdout

@@ -6,7 +6,9 @@ import sys
 import numpy as np
 import pytest
 import slurm
-from launch import RUN, until, wait_for_files
+from launch import RUN, until, wait_for_files, write_script
+
+from keras_dist.comm.rendezvous import decode_secret, encode_secret
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
 
@@ -43,6 +45,31 @@ def test_srun_trains_as_one_process(cluster, tmp_path, options, variables):
     assert [each[:3] for each in found] == [[k, k % count, count] for k in range(2)]
     assert len({each[4] for each in found}) == 1
     assert_equals_one_process(cluster, path)
+
+
+_SECRETS = """
+import os
+import keras_dist
+keras_dist.init()
+print("found", len(set(keras_dist.gather(os.environ["KERAS_DIST_SECRET"]))))
+"""
+
+
+def test_tasks_without_a_secret_have_one_by_munge(cluster, tmp_path):
+    """Which follows from nothing that another account knows, or could make."""
+    command = ["srun", "-n3", "-N2", "--overcommit", sys.executable]
+    script = write_script(tmp_path, _SECRETS)
+    done = cluster.run(*command, script, KERAS_DIST_SECRET="")
+    assert done.stdout.count("found 1\n") == 3, done.stdout + done.stderr
+    credential = encode_secret("tea")
+    assert decode_secret(credential) == decode_secret(credential) == "tea"
+    words = ["runuser", "-u", "munge", "--"]
+    assert (
+        cluster.run(*words, "unmunge", "--string", credential).stdout.count("tea") == 0
+    )
+    forged = cluster.run(*words, "munge", "--string", "coffee").stdout
+    with pytest.raises(ValueError, match="credential of MUNGE, cannot be used"):
+        decode_secret(forged)
 
 
 @pytest.mark.long

@@ -70,6 +70,15 @@ def test_the_plan_is_printed_once_and_says_all(world, rows, make_model, capsys):
     keras_dist.dist_fit(make_model(keras.optimizers.SGD(schedule)), *rows, verbose=2)
     read = f"schedule read at step × {world.size}" in capsys.readouterr().out
     assert read == (world.rank == 0 and world.size > 1)
+    # What is equal stands once.
+    model = make_model()
+    model.other_optimizer = keras.optimizers.SGD(0.1)
+    steps = {"steps_per_epoch": 6, "steps_scaling": "none", "batch": "global"}
+    keras_dist.dist_fit(model, *rows, batch_size=8, verbose=2, **steps)
+    box = capsys.readouterr().out
+    assert box.count("learning rate ") == (world.rank == 0)
+    assert ("6 per epoch" in box) == (world.rank == 0)
+    assert "→ 6" not in box and "scaled" not in box
 
 
 class _Series(np.ndarray):

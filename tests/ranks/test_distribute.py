@@ -119,6 +119,32 @@ def in_callbacks(make_model, rows, is_alone=False):
     return *model.get_weights(), [] if is_alone else callback.found
 
 
+class Distills(keras.utils.PyDataset):
+    """Targets that another model predicts."""
+
+    def __init__(self, teacher, x, **options):
+        super().__init__(**options)
+        self.teacher, self.x = teacher, x
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        x = self.x[20 * index : 20 * index + 20]
+        return x, self.teacher.predict(x, verbose=0)
+
+
+def in_data(make_model, rows, kind="sequence"):
+    """`predict` of a teacher, which each rank asks for batches of its own."""
+    data = Distills(make_model(seed=4), rows[0], workers=2 if kind == "threads" else 1)
+    if kind == "generator":
+        data = (data[index % 5] for index in itertools.count())
+    options = {"shuffle": False, "epochs": 2, "verbose": 0, "steps_per_epoch": 5}
+    model = make_model()
+    losses = model.fit(data, **options).history["loss"]
+    return losses, *model.get_weights()
+
+
 def in_a_thread(make_model, rows):
     """One that the script starts and waits for."""
     found = []
@@ -139,8 +165,9 @@ def in_a_thread(make_model, rows):
     "work",
     shortened(
         [calls, own_fit, in_callbacks, partial(in_callbacks, is_alone=True)]
-        + [in_a_thread],
-        {calls, own_fit},
+        + [in_a_thread, in_data, partial(in_data, kind="threads")]
+        + [partial(in_data, kind="generator")],
+        {calls, own_fit, in_data},
     ),
 )
 def test_methods_of_keras_give_what_one_process_has(world, rows, make_model, work):

@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from keras_dist.errors import read_number
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.monitor.end_note import note_end
 from keras_dist.launch.store import find_store
-from keras_dist.lines import FOREIGN
+from keras_dist.lines import is_users
 
 VARIABLE = "KERAS_DIST_STALL_SECONDS"
 _DEFAULT_LIMIT = 120.0
@@ -89,7 +90,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._size, self._limit = rank, size, limit
-        alone = read_limit(variable=_ALONE_VARIABLE, default=_DEFAULT_ALONE_LIMIT)
+        alone = read_limit(_ALONE_VARIABLE, _DEFAULT_ALONE_LIMIT)
         self._alone_limit = max(limit, alone or float("inf"))
         self._ignored_threads = set(ignored_threads)
         # In which the ranks keep their heartbeats; with `None` each rank knows only
@@ -101,10 +102,10 @@ class Watchdog(threading.Thread):
         # For each other rank: its last heartbeat, and when that was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
         # When this rank last made progress; what it has used by now, and since then;
-        # and how often its record has changed.
+        # how often its record has changed, and whether others wait for what it does.
         self._last_progress = time.monotonic()
         self._usage = read_usage(ignored_threads=ignored_threads)
-        self._seconds, self._bytes, self._changes = 0.0, 0, -1
+        self._seconds, self._bytes, self._state = 0.0, 0, (-1, False)
 
     def run(self) -> None:
         self._ignored_threads.add(threading.get_native_id())
@@ -127,11 +128,13 @@ class Watchdog(threading.Thread):
             self._seconds += max(0.0, seconds - before[0])
             self._bytes += max(0, size - before[1])
         self._usage = usage
-        elapsed, changes = now - self._last_progress, record.here.position.changes
+        elapsed = now - self._last_progress
+        # What ends a block of one rank alone is progress: its time was under its limit.
+        state = record.here.position.changes, record.here.is_alone
         is_work = self._seconds > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
         is_work |= self._bytes > _IDLE_BYTES + _IDLE_RATE * elapsed
-        if changes != self._changes or is_work or _is_output_full():
-            self._last_progress, self._changes = now, changes
+        if state != self._state or is_work or _is_output_full():
+            self._last_progress, self._state = now, state
             self._seconds, self._bytes = 0.0, 0
 
     def publish(self, idle: float) -> dict[str, Any]:
@@ -145,7 +148,7 @@ class Watchdog(threading.Thread):
             "idle": idle,
             "is_with_others": bool(position.phase or position.collective),
             "position": str(position),
-            "is_alone": record.here.is_alone,
+            "is_alone": self._state[1],
             "code": self._find_user_code() if may_be_cause else None,
         }
         if self._store is not None:
@@ -290,7 +293,7 @@ class Watchdog(threading.Thread):
             if not is_candidate or files[-1].endswith(_WAITING_FILE):
                 continue
             for each in reversed(stack):
-                if not each.filename.startswith(FOREIGN):
+                if is_users(each.filename):
                     return f"{each.filename}, line {each.lineno}, in {each.name}"
         return None
 
@@ -336,40 +339,21 @@ def _read(path: Path) -> str:
         return ""
 
 
-def read_limit(
-    argument: float | None = None,
-    *,
-    variable: str = VARIABLE,
-    default: float = _DEFAULT_LIMIT,
-) -> float:
-    """Seconds without progress after which the job ends; 0 for no limit.
-
-    Args:
-        argument: The limit that the user passed; by default that of the variable.
-        variable: An environment variable.
-        default: The limit if it is not set.
+def read_limit(variable: str = VARIABLE, default: float = _DEFAULT_LIMIT) -> float:
+    """Return the seconds without progress after which the job ends; 0 for no limit.
 
     Raises:
-        ValueError: If the limit is not a number, or negative.
+        ValueError: If the variable holds no number of at least 0.
     """
-    value = os.environ.get(variable, default) if argument is None else argument
-    try:
-        limit = float(value)
-    except (TypeError, ValueError):
-        limit = -1.0
-    if not limit >= 0:
-        raise ValueError(
-            "The limit for ranks without progress must be a number of seconds, or 0 "
-            f"for none. Received: {value!r}. Set it with {variable}"
-            f"{' or `stall_limit`' * (variable == VARIABLE)}."
-        )
-    return limit
+    value = os.environ.get(variable, default)
+    return read_number(value, name=variable, unit="seconds without progress")
 
 
 def set_limit(argument: float | None) -> None:
     """Set the limit to what the user passed, before `start`; `None` changes nothing."""
     if argument is not None:
-        os.environ[VARIABLE] = str(read_limit(argument))
+        limit = read_number(argument, name="stall_limit", unit="seconds")
+        os.environ[VARIABLE] = str(limit)
 
 
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
