@@ -385,6 +385,7 @@ def call_on_batch(model: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+@comm.raise_on_all()
 def _make_feed(
     model: Any,
     name: str,
@@ -395,14 +396,13 @@ def _make_feed(
     """Make this rank's feed of data that all ranks evaluate, or predict."""
     spec = sources.compare({name: pieces["x"]}, options)
     spec = replace(spec, steps_per_execution=model.steps_per_execution)
-    with comm.together():
-        feed = validation_feed(
-            tuple(pieces.values()),
-            batch_size=given["batch_size"],
-            steps=given["steps"],
-            steps_rule=options.validation_steps_scaling,
-            spec=spec,
-        )
+    feed = validation_feed(
+        tuple(pieces.values()),
+        batch_size=given["batch_size"],
+        steps=given["steps"],
+        steps_rule=options.validation_steps_scaling,
+        spec=spec,
+    )
     comm.agree(feed.facts, advice=_ADVICE)
     if options.shard != "none":
         agree_on_arrays(pieces)

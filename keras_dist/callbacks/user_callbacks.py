@@ -143,12 +143,8 @@ class UserCallbacks(keras.callbacks.Callback):
 
     At the beginning and the end of training, epochs and evaluations, the callbacks run
     in phases: one that may read a file is in a later phase than those before it that
-    write. After each phase the ranks exchange whether a callback has raised an error,
-    and then all raise it. So no rank waits for one that has failed, and files that the
-    first rank has written exist before the other ranks read them.
-
-    At batches there is no exchange: an error is stored and a stop request is made, all
-    ranks stop after the next batch, and the error is raised at the next exchange.
+    write. After each phase the ranks wait for one another: files that the first rank
+    has written exist before the other ranks read them.
 
     Args:
         given: The callbacks, as the user passed them on this rank.
@@ -163,13 +159,12 @@ class UserCallbacks(keras.callbacks.Callback):
         self._phases = [list(filter(runs_here, phase)) for phase in phases]
         self._members = [c for phase in reversed(self._phases) for c in phase]
         self._num_phases = 0
-        self._error: Exception | None = None
         for hook in _ON_ALL_RANKS:
             setattr(self, hook, functools.partial(self._call_on_all, hook))
         for hook in _BATCHES:
             called = [c for c in self._members if _has(c, hook)]
             if called:  # with a hook, Keras waits for each batch
-                setattr(self, hook, functools.partial(self._at_batch, hook, called))
+                setattr(self, hook, functools.partial(self._call, called, hook))
 
     def set_params(self, params: dict[str, Any] | None) -> None:
         super().set_params(params)
@@ -195,9 +190,6 @@ class UserCallbacks(keras.callbacks.Callback):
         for index in reversed(range(self._num_phases)):
             phase = self._phases[index] if index < len(self._phases) else ()
             with comm.together():
-                error, self._error = self._error, None
-                if error is not None:
-                    raise error
                 self._call(phase, hook, *args, **kwargs)
         if hook == "on_train_end":
             self._share_attributes()
@@ -223,24 +215,6 @@ class UserCallbacks(keras.callbacks.Callback):
             for callback in callbacks:
                 with self._scope_of(callback):
                     getattr(callback, hook)(*args, **kwargs)
-
-    def _at_batch(
-        self,
-        hook: str,
-        called: Sequence[Any],
-        batch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        if self._error is not None:
-            return
-        try:
-            self._call(called, hook, batch, logs=logs)
-        except Exception as error:  # of any kind: it is raised on the other ranks, too
-            self._error = error
-            if hook.startswith("on_test"):
-                self.model.stop_evaluating = True
-            if session_of(self.model).traced.stop_request.is_collective:
-                self.model.stop_training = True
 
     @contextlib.contextmanager
     def _scope_of(self, callback: Any) -> Iterator[None]:
