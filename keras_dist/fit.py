@@ -15,14 +15,14 @@ import keras
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
 from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
-from keras_dist.callbacks.user_callbacks import autolog_once, is_alone, runs_here
+from keras_dist.callbacks.user_callbacks import autolog_once, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
 from keras_dist.data.division import StepsRule, check_choice
 from keras_dist.data.feed import Feed, raise_own_errors
-from keras_dist.data.source import Source
+from keras_dist.data.source import Source, is_alone
 from keras_dist.lines import find_caller, say, show
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
@@ -219,8 +219,8 @@ def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
 def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
     """Context manager in which a rank that reads data of its own draws its own."""
     source = setup.training.source
-    is_alone = isinstance(source, Source) and not (source.is_same or source.presharded)
-    if comm.size() > 1 and (is_alone or options.shard == "none"):
+    is_own = isinstance(source, Source) and not (source.is_same or source.presharded)
+    if comm.size() > 1 and (is_own or options.shard == "none"):
         draws.draw_own(comm.rank())
     try:
         yield

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import keras
@@ -12,14 +11,11 @@ import numpy as np
 
 from keras_dist import comm, mixin
 from keras_dist.data.draws import preserve_generators
-from keras_dist.data.source import is_reading
+from keras_dist.data.source import run_alone
 from keras_dist.lines import warn
 from keras_dist.training.session import session_of
 
 Marked = TypeVar("Marked")
-
-# Whether this is inside of a callback that runs on the first rank only.
-_is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
 
 # Every rank has the same weights and logs, and two processes that write the same file
 # damage it. Older versions of Keras have no `OrbaxCheckpoint`.
@@ -77,11 +73,6 @@ def first_rank_only(callback: Marked) -> Marked:
     """
     callback._keras_dist_first_rank_only = True  # type: ignore[attr-defined]
     return callback
-
-
-def is_alone() -> bool:
-    """Return True inside of a callback, or data, that no other rank runs or reads."""
-    return _is_alone.get() or is_reading()
 
 
 def is_writer(callback: Any) -> bool:
@@ -222,17 +213,14 @@ class UserCallbacks(keras.callbacks.Callback):
         if not runs_on_first_rank_only(callback):
             yield
             return
-        token = _is_alone.set(True)
         with (
+            run_alone(),
             mixin.change(session_of(self.model), averages=False),  # no collectives
             comm.without_collectives(),
             # The next random numbers have to be the same on all ranks.
             preserve_generators(),
         ):
-            try:
-                yield
-            finally:
-                _is_alone.reset(token)
+            yield
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
