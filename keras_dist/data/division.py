@@ -140,9 +140,9 @@ def divide_batch(batch_size: int, size: int, option: str) -> int:
     """
     if batch_size % size or batch_size < 1:
         raise ValueError(
-            f'With {option} and batch="global", each rank has the same number of rows '
-            f"in a batch. Received: batch_size={batch_size} for {size} ranks. Choose a "
-            f"multiple of the number of ranks, or leave out {option}."
+            f"With {option}, each rank has the same number of rows of a batch that all "
+            f"ranks share. Received: batch_size={batch_size} for {size} ranks. Choose "
+            f"a multiple of the number of ranks, or leave out {option}."
         )
     return batch_size // size
 

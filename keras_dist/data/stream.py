@@ -98,7 +98,7 @@ class StreamReader:
             self.failure = ValueError(
                 "Each rank needs at least one row. Received: data of type "
                 f"{self._source.type_name} with batches on ranks {ranks} of "
-                f"{len(states)} alone. Pass more data, or start fewer processes."
+                f"{len(states)} alone. Pass more data, or run on fewer ranks."
             )
             raise self.failure
         return _MORE in states

@@ -375,8 +375,8 @@ def _compare_before_shard(
         raise ValueError(
             f"Each rank needs at least one row of {name} data. Received: "
             f"{list(lengths)} batches of ranks 0 to {len(lengths) - 1} in a "
-            f"{source.type_name}, divided by `shard`. Pass more data, start fewer "
-            "processes, or leave out `shard`."
+            f"{source.type_name}, divided by `shard`. Pass more data, run on "
+            "fewer ranks, or leave out `shard`."
         )
 
 

@@ -60,11 +60,7 @@ _NAMES = (
 BY_ROW_LAYERS = set(_NAMES.split())
 
 # Regularizers of Keras that add up a number for each row.
-_BY_ROW_REGULARIZERS = (
-    keras.regularizers.L1,
-    keras.regularizers.L2,
-    keras.regularizers.L1L2,
-)
+_BY_ROW_REGULARIZERS = {"L1", "L2", "L1L2"}
 
 # Operations of a functional model that compute each row by itself.
 _BY_ROW = {"Add", "Subtract", "Multiply", "Divide", "TrueDivide"}
@@ -122,12 +118,12 @@ def is_by_row(layer: Any) -> bool:
     called = [layer, *filter(callable, vars(layer).values())]
     modules = [getattr(each, "__module__", None) or "" for each in called]
     regularizer = layer.activity_regularizer
-    is_divided = isinstance(regularizer, _BY_ROW_REGULARIZERS) and _divides_activity()
+    is_sum = type(regularizer).__name__ in _BY_ROW_REGULARIZERS
     axes = [getattr(layer, n, None) for n in ("axis", "axes", "attention_axes")]
     return (
         all(module.startswith("keras.") for module in modules)
         and re.sub("[123]D", "", type(layer).__name__) in BY_ROW_LAYERS
-        and (regularizer is None or is_divided)
+        and (regularizer is None or (is_sum and _divides_activity()))
         and not may_be_rows(axes)
     )
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from keras_dist import comm, private
 from keras_dist.lines import warn
-from keras_dist.optimizer.step_context import Site
 from keras_dist.training.metric_state import (
     MetricState,
     combine,
@@ -57,7 +56,7 @@ def global_result(
     seen: UpdateCounts,
     starts: Mapping[int, MetricState] | None = None,
     logs: Any = None,
-    sums: Collection[Site] | None = (),
+    sums: Collection[Path] | None = (),
 ) -> Any:
     """`result()` as if one process had updated the metrics with the rows of all ranks.
 
@@ -81,7 +80,7 @@ def global_result(
             their variables have begun at 0.
         logs: What this rank's last step returned, or `None`. Keras logs it instead of
             `result()` if their names differ.
-        sums: Places of what a step returns as a sum over rows; `None` if no two ranks
+        sums: Paths of what a step returns as a sum over rows; `None` if no two ranks
             have rows of one batch.
 
     Returns:
@@ -199,7 +198,7 @@ def _last_step_logs(
     local: Mapping[Path, np.ndarray],
     exact: Mapping[Path, np.ndarray],
     seen: Sequence[UpdateCounts],
-    sums: Collection[Site] | None,
+    sums: Collection[Path] | None,
 ) -> Any:
     """Compute what the last step of one process would have returned; one gather.
 
@@ -238,7 +237,7 @@ def _last_step_logs(
             return _on_host(arrays[-1])  # it has the last batch
         if len({array.shape for array in arrays}) > 1:
             return _on_host(arrays[0])  # values by row: at least equal on all ranks
-        rule = "sum" if ("log", path) in sums else "mean"
+        rule = "sum" if path in sums else "mean"
         fractions = [fraction for _, fraction in counted]
         return _on_host(combine(rule, arrays, fractions))
 

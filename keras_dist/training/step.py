@@ -362,7 +362,7 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     if not session.runs_on_all():
         return own_result()
     seen, starts = session.update_counts(), session.traced.starts
-    sums: Any = session.traced.trial.kinds.sums if session.traced.trial else ()
+    sums: Any = session.traced.trial.summed_logs if session.traced.trial else ()
     if session.evaluation is not None and session.evaluation.is_dealt:
         sums = None
     return metrics.global_result(

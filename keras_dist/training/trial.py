@@ -131,7 +131,8 @@ class Trial:
         """What a step has to add up, or to compute from the rows of all ranks."""
         found = self.found
         # What `compute_loss` returns is differentiated at once: "apply" says it all.
-        sums = {s for s, kind in found.items() if kind == "sum" and s[0] != "compute"}
+        others = "compute", "log"
+        sums = {s for s, k in found.items() if k == "sum" and s[0] not in others}
         gathered = {s for s in self.gatherable if found.get(s) == "neither"}
         return LossKinds(frozenset(sums), frozenset(gathered))
 
@@ -142,15 +143,20 @@ class Trial:
         return [self.found[site] for site in sites]
 
     @property
+    def summed_logs(self) -> set[Any]:
+        """The paths of what a step logs as a sum over rows."""
+        return {s[1] for s, k in self.found.items() if s[0] == "log" and k == "sum"}
+
+    @property
     def is_unseen(self) -> bool:
-        """True if something was 0, or not finite, so that it has to be tried again."""
-        return None in self.found.values()
+        """True if a loss, or gradients, were 0, or not finite: tried in each epoch."""
+        return None in {kind for site, kind in self.found.items() if site[0] != "log"}
 
     @property
     def is_open(self) -> bool:
         """True if another batch may show more."""
         is_hidden = "neither" not in self.updates and bool(self.mixers)
-        return bool(self.updates) and (self.is_unseen or is_hidden)
+        return bool(self.updates) and (None in self.found.values() or is_hidden)
 
     def describe_unseen(self) -> str:
         """Say which losses were 0; "" if none were."""
@@ -508,8 +514,7 @@ class Runner:
         for level in _LEVELS:
             found = [site for site in self._sites if site[0] == level]
             numbers |= {site: judge(site, runs) for site in found}
-            # Nothing depends on what is logged.
-            if self._set_kinds(numbers) and level != "log":
+            if self._set_kinds(numbers):
                 runs = run()
         return numbers, runs
 
