@@ -109,7 +109,7 @@ def _train(
     # A process that resumes makes fewer fits in callbacks, so they have no number.
     if folder and not private.is_in_fit():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
-    return fit.train(model, given, options, plain)
+    return fit.fit(model, given, options, plain)
 
 
 def _on_all(

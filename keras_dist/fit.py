@@ -134,11 +134,11 @@ def dist_fit(
     """
     given = dict(locals())
     options = Options(**{each.name: given.pop(each.name) for each in fields(Options)})
-    return train(given.pop("model"), given, options)
+    return fit(given.pop("model"), given, options)
 
 
 @comm.raise_on_all()
-def train(
+def fit(
     model: Any,
     given: dict[str, Any],
     options: Options,

@@ -67,6 +67,11 @@ class Feed:
     class_weight: dict[int, float] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_dealt(self) -> bool:
+        """True if the ranks evaluate whole batches in turn, rank r of N r, r + N, …."""
+        return isinstance(self.source, Arrays) or getattr(self.source, "is_same", False)
+
     def position_facts(self) -> dict[str, Any]:
         """Return what a position in the middle of this epoch depends on."""
         if self.division is None:

@@ -57,7 +57,7 @@ def global_result(
     seen: UpdateCounts,
     starts: Mapping[int, MetricState] | None = None,
     logs: Any = None,
-    sums: Collection[Site] = (),
+    sums: Collection[Site] | None = (),
 ) -> Any:
     """`result()` as if one process had updated the metrics with the rows of all ranks.
 
@@ -81,7 +81,8 @@ def global_result(
             their variables have begun at 0.
         logs: What this rank's last step returned, or `None`. Keras logs it instead of
             `result()` if their names differ.
-        sums: Places of what a step returns as a sum over rows.
+        sums: Places of what a step returns as a sum over rows; `None` if no two ranks
+            have rows of one batch.
 
     Returns:
         The values of `result()`; or, if `logs` has other names, what the last step of
@@ -198,14 +199,14 @@ def _last_step_logs(
     local: Mapping[Path, np.ndarray],
     exact: Mapping[Path, np.ndarray],
     seen: Sequence[UpdateCounts],
-    sums: Collection[Site],
+    sums: Collection[Site] | None,
 ) -> Any:
     """Compute what the last step of one process would have returned; one gather.
 
     A value that equals the result of a metric on each rank is replaced by its result
-    over all ranks. Other values are averaged, weighted by the rows of the last batch,
-    over the ranks that had rows in the last step: in an evaluation some ranks may have
-    one batch less, and what a copied batch left is not that of any metric.
+    over all ranks. Other values are added up, or averaged by the rows of the last
+    batch, over the ranks that had rows in the last step: what a copied batch left is
+    not that of any metric. In an evaluation the last batch is one rank's.
 
     Args:
         logs: What this rank's last step returned, also in dicts and lists inside.
@@ -233,6 +234,8 @@ def _last_step_logs(
         key = _find_metric(path, keys, exact)
         if key is not None:
             return _on_host(exact[key])
+        if sums is None:
+            return _on_host(arrays[-1])  # it has the last batch
         if len({array.shape for array in arrays}) > 1:
             return _on_host(arrays[0])  # values by row: at least equal on all ranks
         rule = "sum" if ("log", path) in sums else "mean"

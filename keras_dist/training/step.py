@@ -362,9 +362,9 @@ def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any
     if not session.runs_on_all():
         return own_result()
     seen, starts = session.update_counts(), session.traced.starts
-    # In an evaluation the ranks' last batches are not parts of one.
-    tried = session.evaluation is None and session.traced.trial
-    sums = tried.kinds.sums if tried else ()
+    sums: Any = session.traced.trial.kinds.sums if session.traced.trial else ()
+    if session.evaluation is not None and session.evaluation.is_dealt:
+        sums = None
     return metrics.global_result(
         model.metrics, own_result, seen=seen, starts=starts, logs=logs, sums=sums
     )

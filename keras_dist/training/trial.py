@@ -376,6 +376,7 @@ class Runner:
         self._sites: list[Site] = []
         self._gatherable: dict[Site, float] = {}
         self._has_gathered = False
+        self._changed: list[Any] = []
         self._strays: list[StateDifference] = []
         halves = {"float16", "bfloat16"}
         self._tolerances = _TOLERANCE, _TOLERANCE_OF_NUMBERS
@@ -606,9 +607,10 @@ class Runner:
                 leaves, tf.constant(begin), tf.constant(fraction, tf.float64), shared
             )
             state = read_state(self.model)
-            outside = set(map(id, others))
-            changed = [v for v, old in before if id(v) in outside and differs(v, old)]
-            self._strays = name_strays(self.model, changed)
+            outside, is_eager = set(map(id, others)), self.model.run_eagerly
+            asked = [pair for pair in before if is_eager or id(pair[0]) in outside]
+            self._changed = [v for v, old in asked if differs(v, old)]
+            self._strays = name_strays(self.model, () if is_eager else self._changed)
         self._sites = list(numbers)
         gradients = keras.tree.map_structure(np.array, gradients)
         return Run(gradients, {s: float(n) for s, n in numbers.items()}, shared, state)
@@ -616,9 +618,11 @@ class Runner:
     def _list_zeros(self) -> list[Any]:
         """List the scalars that the step reads, and that are 0, but for metrics."""
         read = {id(v): v for f in self._functions.values() for v in f.graph.variables}
-        if not read:  # without a graph
+        ignored = list(self.model.metrics_variables)
+        if not read:  # without a graph, and perhaps it only counts
             read = {id(v.value): v.value for v in self.model.variables}
-        for variable in self.model.metrics_variables:
+            ignored += self._changed
+        for variable in ignored:
             read.pop(id(variable.value), None)
         return [
             v

@@ -190,8 +190,9 @@ def late_step(callback):
 
 LABEL, TEA = "label value of 7", "KeyError: 'tea'"
 QUICK = [(compiled_step, LABEL), (slices_in_a_graph, LABEL), (memory, "OOM: tea")]
-QUICK += [(sequence, TEA), (evaluation, TEA), (callbacks_alone, TEA)]
-LONG = [eager_step, late_step, sequence_in_evaluation, validation, prediction]
+QUICK += [(sequence, TEA), (callbacks_alone, TEA)]
+LONG = [eager_step, late_step, evaluation, sequence_in_evaluation, validation]
+LONG.append(prediction)
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,12 @@ class Counts(keras.Model):
         return logs | {"largest": 2 * tf.reduce_sum(y_pred), "positive": positive}
 
 
+@pytest.mark.three_ranks
 def test_numbers_of_compute_metrics_are_those_of_all_rows():
-    """A tracker, and numbers that it adds to the logs: a sum, and a count."""
+    """A tracker, and numbers that it adds to the logs: a sum, and a count.
+
+    On three ranks, two have a batch in the last step of the validation.
+    """
 
     def make():
         inputs = keras.Input((3,))
@@ -239,6 +243,7 @@ def test_numbers_of_compute_metrics_are_those_of_all_rows():
         return model
 
     how = {"batch": "global", "tolerance": 1e-11, "epochs": 2}
+    how |= {"validation_data": (X[:40], Y[:40]), "validation_batch_size": 8}
     assert_equals_one_process(make, (X, Y), 24, **how)
 
 
