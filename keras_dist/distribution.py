@@ -15,7 +15,6 @@ import keras
 from keras_dist import comm, fit, mixin, private
 from keras_dist.data.division import StepsRule
 from keras_dist.data.source import is_alone
-from keras_dist.errors import is_known
 from keras_dist.lines import find_caller
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import ReducesGradients
@@ -176,17 +175,8 @@ _METHODS: dict[tuple[Any, str], Callable[..., Any]] = {
 def _meet(model: Any, name: str) -> None:
     """Compare what all ranks call; an error names the lines of those that differ."""
     call = f"`{name}` of a {model.__class__.__name__} at {find_caller()}"
-    try:
-        comm.agree(
-            {"which method of Keras is called": call},
-            advice="Inside of `distribute` all ranks call the same ones: also those "
-            "that do nothing with the result.",
-        )
-    except RuntimeError as error:
-        if is_known(error):
-            raise
-        raise RuntimeError(
-            f"All ranks have to call `{name}`. Received: {call}, on rank "
-            f"{comm.rank()}, and another rank that ended without it. Call it on all "
-            "ranks: what is in `if rank == 0:` must not train, evaluate or predict."
-        ) from error
+    comm.agree(
+        {"which method of Keras is called": call},
+        advice="Inside of `distribute` all ranks call the same ones: also those that "
+        "do nothing with the result.",
+    )

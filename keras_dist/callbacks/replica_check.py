@@ -113,8 +113,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         paths = comm.broadcast([variables[index].path for index in differing])
         message = self._message(paths, is_other[differing[0]], root)
         if self.action == "raise":
-            with comm.together():
-                raise RuntimeError(message)
+            raise RuntimeError(message)
         if comm.rank() == 0:
             warn(message)
         comm.broadcast_variables([variables[n] for n in differing], root)

@@ -256,9 +256,8 @@ def _raise_on_all(error: Exception) -> NoReturn:
             with transport.refuse(link, set().union(*others) - names):
                 pass
     if failed and not is_cause:
-        rank_error = RankError(*failed[0])
-        mark_known(rank_error)
-        raise rank_error from None
+        error = RankError(*failed[0])
+        error.__suppress_context__ = True
     if is_told:
         mark_known(error)
     raise error
