@@ -7,9 +7,9 @@
 - `transport`: the only file that imports Horovod, and calls its collectives
 - `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
-  too, also in float16 or bfloat16
-- `agreement`: raise an error of one rank on all ranks; compare values between ranks; a
-  block that the first rank runs before the others
+  too, also in float16 or bfloat16; raise an error of one rank on all ranks
+- `agreement`: wait for all ranks; compare values between ranks; a block that the first
+  rank runs before the others
 """
 
 from keras_dist.comm.agreement import agree, agree_on_variables, first_rank, together

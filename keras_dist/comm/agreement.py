@@ -1,4 +1,4 @@
-"""Raise an error of one rank on all ranks, and let the first rank go first."""
+"""Wait for all ranks, compare values between them, and let the first rank go first."""
 
 import contextlib
 import hashlib

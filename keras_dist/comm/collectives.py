@@ -113,8 +113,8 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
 
     Raises:
         ValueError: If `root_rank` is not a rank.
-        RuntimeError: If another rank has ended, or if this is called inside a
-            `first_rank` block or in a process that a rank started.
+        RuntimeError: If another rank has ended, has failed, or is in another call; or
+            inside a `first_rank` block, or in a process that a rank started.
         Exception: The error of `pickle`, if it cannot pickle the value.
 
     Example:
@@ -153,8 +153,8 @@ def gather(value: Value) -> list[Value]:
         A list with one value per rank; tensors for tensors and variables.
 
     Raises:
-        RuntimeError: If another rank has ended, or if this is called inside a
-            `first_rank` block or in a process that a rank started.
+        RuntimeError: If another rank has ended, has failed, or is in another call; or
+            inside a `first_rank` block, or in a process that a rank started.
         Exception: The error of `pickle`, if it cannot pickle `value`.
 
     Example:
