@@ -112,9 +112,6 @@ def first_rank() -> Iterator[bool]:
     ...         print("written once")
     written once
     """
-    if runtime.size() == 1:
-        yield True
-        return
     is_first = runtime.rank() == 0
     if not is_first:
         exchange(None, "first_rank")  # while the first rank is in its block

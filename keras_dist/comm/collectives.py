@@ -187,9 +187,8 @@ def exchange(value: Value, call: str) -> list[Value]:
         return [value]
     with raise_on_all():  # what cannot be pickled
         message = sign((call, value))
-    calls, values = zip(
-        *map(verify, _gather_bytes(message, _allgather_bytes)), strict=True
-    )
+    messages = map(verify, _gather_bytes(message, _allgather_bytes))
+    calls, values = zip(*messages, strict=True)
     if len(set(calls)) > 1:
         name = call.rpartition(".")[2].partition(" ")[0]
         here = f"in `{name}` at {find_caller()}"

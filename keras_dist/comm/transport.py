@@ -29,9 +29,8 @@ _MOST_ELEMENTS = 2**31 - 1
 
 # Horovod's names of collectives outside of graphs, whatever name they are given; and
 # the names in each graph that this rank has traced.
-_EAGER = {
-    f"Horovod{kind}" for kind in ("Allgather", "Allreduce", "Alltoall", "Broadcast")
-}
+_KINDS = "Allgather Allreduce Alltoall Broadcast"
+_EAGER = {f"Horovod{kind}" for kind in _KINDS.split()}
 _traced: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 # A dtype in which nothing is sent, and what Horovod says to a rank that meets it.
