@@ -13,8 +13,8 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import comm, fit, mixin, private
-from keras_dist.callbacks.user_callbacks import is_alone
 from keras_dist.data.division import StepsRule
+from keras_dist.data.source import is_alone
 from keras_dist.errors import is_known
 from keras_dist.lines import find_caller
 from keras_dist.optimizer import step_context
@@ -109,7 +109,7 @@ def _train(
     # A process that resumes makes fewer fits in callbacks, so they have no number.
     if folder and not private.is_in_fit():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
-    return fit.train(model, given, options, plain)
+    return fit.fit(model, given, options, plain)
 
 
 def _on_all(

@@ -15,14 +15,14 @@ import keras
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
 from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
-from keras_dist.callbacks.user_callbacks import autolog_once, is_alone, runs_here
+from keras_dist.callbacks.user_callbacks import autolog_once, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
 from keras_dist.data.division import StepsRule, check_choice
 from keras_dist.data.feed import Feed, raise_own_errors
-from keras_dist.data.source import Source
+from keras_dist.data.source import Source, is_alone
 from keras_dist.lines import find_caller, say, show
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
@@ -134,11 +134,11 @@ def dist_fit(
     """
     given = dict(locals())
     options = Options(**{each.name: given.pop(each.name) for each in fields(Options)})
-    return train(given.pop("model"), given, options)
+    return fit(given.pop("model"), given, options)
 
 
 @comm.raise_on_all()
-def train(
+def fit(
     model: Any,
     given: dict[str, Any],
     options: Options,
@@ -219,8 +219,8 @@ def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
 def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
     """Context manager in which a rank that reads data of its own draws its own."""
     source = setup.training.source
-    is_alone = isinstance(source, Source) and not (source.is_same or source.presharded)
-    if comm.size() > 1 and (is_alone or options.shard == "none"):
+    is_own = isinstance(source, Source) and not (source.is_same or source.presharded)
+    if comm.size() > 1 and (is_own or options.shard == "none"):
         draws.draw_own(comm.rank())
     try:
         yield
@@ -385,6 +385,7 @@ def call_on_batch(model: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+@comm.raise_on_all()
 def _make_feed(
     model: Any,
     name: str,
@@ -395,14 +396,13 @@ def _make_feed(
     """Make this rank's feed of data that all ranks evaluate, or predict."""
     spec = sources.compare({name: pieces["x"]}, options)
     spec = replace(spec, steps_per_execution=model.steps_per_execution)
-    with comm.together():
-        feed = validation_feed(
-            tuple(pieces.values()),
-            batch_size=given["batch_size"],
-            steps=given["steps"],
-            steps_rule=options.validation_steps_scaling,
-            spec=spec,
-        )
+    feed = validation_feed(
+        tuple(pieces.values()),
+        batch_size=given["batch_size"],
+        steps=given["steps"],
+        steps_rule=options.validation_steps_scaling,
+        spec=spec,
+    )
     comm.agree(feed.facts, advice=_ADVICE)
     if options.shard != "none":
         agree_on_arrays(pieces)

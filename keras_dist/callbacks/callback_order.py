@@ -14,11 +14,7 @@ from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
-from keras_dist.callbacks.user_callbacks import (
-    UserCallbacks,
-    is_tracker,
-    runs_here,
-)
+from keras_dist.callbacks.user_callbacks import UserCallbacks, is_tracker, runs_here
 from keras_dist.launch.monitor.record import here
 from keras_dist.optimizer.rate import effective_rates
 from keras_dist.training.session import session_of

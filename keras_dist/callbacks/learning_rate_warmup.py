@@ -3,11 +3,7 @@
 from typing import Any
 
 from keras_dist import comm
-from keras_dist.optimizer.rate import (
-    LearningRateRule,
-    count_warmup_steps,
-    rate_factor,
-)
+from keras_dist.optimizer.rate import LearningRateRule, count_warmup_steps, rate_factor
 from keras_dist.training.install import FitCallback, scale_rates
 
 

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import keras
@@ -12,14 +11,11 @@ import numpy as np
 
 from keras_dist import comm, mixin
 from keras_dist.data.draws import preserve_generators
-from keras_dist.data.source import is_reading
+from keras_dist.data.source import run_alone
 from keras_dist.lines import warn
 from keras_dist.training.session import session_of
 
 Marked = TypeVar("Marked")
-
-# Whether this is inside of a callback that runs on the first rank only.
-_is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
 
 # Every rank has the same weights and logs, and two processes that write the same file
 # damage it. Older versions of Keras have no `OrbaxCheckpoint`.
@@ -77,11 +73,6 @@ def first_rank_only(callback: Marked) -> Marked:
     """
     callback._keras_dist_first_rank_only = True  # type: ignore[attr-defined]
     return callback
-
-
-def is_alone() -> bool:
-    """Return True inside of a callback, or data, that no other rank runs or reads."""
-    return _is_alone.get() or is_reading()
 
 
 def is_writer(callback: Any) -> bool:
@@ -143,12 +134,8 @@ class UserCallbacks(keras.callbacks.Callback):
 
     At the beginning and the end of training, epochs and evaluations, the callbacks run
     in phases: one that may read a file is in a later phase than those before it that
-    write. After each phase the ranks exchange whether a callback has raised an error,
-    and then all raise it. So no rank waits for one that has failed, and files that the
-    first rank has written exist before the other ranks read them.
-
-    At batches there is no exchange: an error is stored and a stop request is made, all
-    ranks stop after the next batch, and the error is raised at the next exchange.
+    write. After each phase the ranks wait for one another: files that the first rank
+    has written exist before the other ranks read them.
 
     Args:
         given: The callbacks, as the user passed them on this rank.
@@ -163,13 +150,12 @@ class UserCallbacks(keras.callbacks.Callback):
         self._phases = [list(filter(runs_here, phase)) for phase in phases]
         self._members = [c for phase in reversed(self._phases) for c in phase]
         self._num_phases = 0
-        self._error: Exception | None = None
         for hook in _ON_ALL_RANKS:
             setattr(self, hook, functools.partial(self._call_on_all, hook))
         for hook in _BATCHES:
             called = [c for c in self._members if _has(c, hook)]
             if called:  # with a hook, Keras waits for each batch
-                setattr(self, hook, functools.partial(self._at_batch, hook, called))
+                setattr(self, hook, functools.partial(self._call, called, hook))
 
     def set_params(self, params: dict[str, Any] | None) -> None:
         super().set_params(params)
@@ -195,9 +181,6 @@ class UserCallbacks(keras.callbacks.Callback):
         for index in reversed(range(self._num_phases)):
             phase = self._phases[index] if index < len(self._phases) else ()
             with comm.together():
-                error, self._error = self._error, None
-                if error is not None:
-                    raise error
                 self._call(phase, hook, *args, **kwargs)
         if hook == "on_train_end":
             self._share_attributes()
@@ -224,41 +207,20 @@ class UserCallbacks(keras.callbacks.Callback):
                 with self._scope_of(callback):
                     getattr(callback, hook)(*args, **kwargs)
 
-    def _at_batch(
-        self,
-        hook: str,
-        called: Sequence[Any],
-        batch: int,
-        logs: dict[str, Any] | None = None,
-    ) -> None:
-        if self._error is not None:
-            return
-        try:
-            self._call(called, hook, batch, logs=logs)
-        except Exception as error:  # of any kind: it is raised on the other ranks, too
-            self._error = error
-            if hook.startswith("on_test"):
-                self.model.stop_evaluating = True
-            if session_of(self.model).traced.stop_request.is_collective:
-                self.model.stop_training = True
-
     @contextlib.contextmanager
     def _scope_of(self, callback: Any) -> Iterator[None]:
         """Context for a callback; on the first rank only, it has no collectives."""
         if not runs_on_first_rank_only(callback):
             yield
             return
-        token = _is_alone.set(True)
         with (
+            run_alone(),
             mixin.change(session_of(self.model), averages=False),  # no collectives
             comm.without_collectives(),
             # The next random numbers have to be the same on all ranks.
             preserve_generators(),
         ):
-            try:
-                yield
-            finally:
-                _is_alone.reset(token)
+            yield
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:

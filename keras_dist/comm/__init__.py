@@ -12,12 +12,7 @@
   block that the first rank runs before the others
 """
 
-from keras_dist.comm.agreement import (
-    agree,
-    agree_on_variables,
-    first_rank,
-    together,
-)
+from keras_dist.comm.agreement import agree, agree_on_variables, first_rank, together
 from keras_dist.comm.collectives import (
     average,
     broadcast,

@@ -11,12 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.data.arrays import (
-    Arrays,
-    draw_keras_order,
-    is_arrays,
-    read_rows,
-)
+from keras_dist.data.arrays import Arrays, draw_keras_order, is_arrays, read_rows
 from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import (
     Division,

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist.data import draws
 from keras_dist.data.dealer import Dealer, add_mark
 from keras_dist.data.division import Division, ShardSpec
-from keras_dist.data.source import Source, digest_batches, read_alone, standardize
+from keras_dist.data.source import Source, digest_batches, run_alone, standardize
 
 # The batches at which Keras looks for their shapes.
 _LOOKS = 2
@@ -149,7 +149,7 @@ class ShardedSequence(keras.utils.PyDataset):
         assert own is not None  # `num_batches` counts those that there are
         return add_mark(*own) if self.is_marked else own[0]
 
-    @read_alone()
+    @run_alone()
     def _read(self, index: int) -> Any:
         """Read a batch of the user's, by its place in this epoch."""
         if self._first and index == self._skipped:

@@ -38,23 +38,22 @@ _LOOKS = 2
 _READ_AHEAD: "weakref.WeakKeyDictionary[Iterator[Any], int]"
 _READ_AHEAD = weakref.WeakKeyDictionary()
 
-# Whether this thread reads a batch.
-_is_reading: ContextVar[bool] = ContextVar("is_reading", default=False)
+_is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
 
 
 @contextlib.contextmanager
-def read_alone() -> Iterator[None]:
-    """Context manager in which the user's data is read: other ranks read other data."""
-    token = _is_reading.set(True)
+def run_alone() -> Iterator[None]:
+    """Context manager in which this rank reads data, or runs what others do not."""
+    token = _is_alone.set(True)
     try:
         yield
     finally:
-        _is_reading.reset(token)
+        _is_alone.reset(token)
 
 
-def is_reading() -> bool:
-    """Return True in the user's data, which may predict by another model."""
-    return _is_reading.get() or private.is_in_py_function()
+def is_alone() -> bool:
+    """Return True in a callback of one rank, and in data, which may `predict`."""
+    return _is_alone.get() or private.is_in_py_function()
 
 
 class Source:
@@ -130,7 +129,7 @@ class Source:
         """Return True if there may be fewer batches than ranks."""
         return self.length is None or self.length < size
 
-    @read_alone()
+    @run_alone()
     def first(self, count: int) -> list[Any]:
         """Read the first `count` batches, or as many as there are.
 

@@ -18,11 +18,7 @@ from functools import partial
 from typing import Any
 
 from keras_dist.clusters import Place
-from keras_dist.launch.failures import (
-    Report,
-    describe_failure,
-    parse_report,
-)
+from keras_dist.launch.failures import Report, describe_failure, parse_report
 from keras_dist.launch.meeting import CUT, Interrupted, Meeting
 from keras_dist.launch.monitor.rank_process import SEED
 from keras_dist.launch.output import SCREEN, print_message

@@ -9,11 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, plan, private
-from keras_dist.callbacks.callback_order import (
-    NextEpoch,
-    on_this_rank,
-    order_callbacks,
-)
+from keras_dist.callbacks.callback_order import NextEpoch, on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.user_callbacks import is_writer, runs_on_first_rank_only
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed

@@ -221,11 +221,10 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
     rank has data of its own.
     """
     size = comm.size()
-    with comm.together():
-        own = {
-            n: (s.fingerprint(size), s.seeds, draws.find_generators(s.data))
-            for n, s in sources.items()
-        }
+    own = {
+        n: (s.fingerprint(size), s.seeds, draws.find_generators(s.data))
+        for n, s in sources.items()
+    }
     everyone = comm.gather(own)
     for name, source in sources.items():
         fingerprints = [other[name][0] for other in everyone]
@@ -272,8 +271,7 @@ def _warn_of_position(name: str, source: Source, before: list[str]) -> None:
     collective: all ranks read it, so that it stays the same on all.
     """
     source.drop_looks()
-    with comm.together():
-        again = source.fingerprint(comm.size())
+    again = source.fingerprint(comm.size())
     if comm.rank() == 0 and all(
         old != new for old, new in zip(before, again, strict=False)
     ):
@@ -297,7 +295,7 @@ def _note_on_random(
     if not source.is_repeatable:
         return None
     source.drop_looks()
-    with comm.together(), draw_other_numbers():
+    with draw_other_numbers():
         now = source.fingerprint(comm.size())
     again = comm.gather(now)
     if again == fingerprints:
@@ -354,20 +352,18 @@ def _compare_before_shard(
     `shard` is read, unless it is validation data of which a rank may have no row.
     """
 
-    with comm.together():
-        if name == "training":
-            _check_shares(source, presharded, batch)
-        seeds = list_seeds(presharded.source)
-        first = source.fingerprint_inputs(presharded.source)
+    if name == "training":
+        _check_shares(source, presharded, batch)
+    seeds = list_seeds(presharded.source)
+    first = source.fingerprint_inputs(presharded.source)
     facts = {
         f"the seeds of shuffles before `shard` in the {name} data": seeds,
         f"the first elements before `shard` in the {name} data": first,
     }
     comm.agree(facts, advice=_PRESHARDED_ADVICE)
     own_length = source.length
-    with comm.together():
-        if name == "validation" and own_length is None and not source.first(1):
-            own_length = 0
+    if name == "validation" and own_length is None and not source.first(1):
+        own_length = 0
     source.lengths = lengths = tuple(comm.gather(own_length))
     if lengths[0] == math.inf and presharded.length != math.inf:
         raise ValueError(

@@ -39,16 +39,15 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
     """
     if comm.size() == 1:
         return
-    with comm.together():
-        samples = {
-            name: [
-                _sample(leaf)
-                for leaf in tf.nest.flatten(given, expand_composites=True)
-                if leaf is not None and len(leaf.shape) > 0
-            ]
-            for name, given in data.items()
-            if is_arrays(given)
-        }
+    samples = {
+        name: [
+            _sample(leaf)
+            for leaf in tf.nest.flatten(given, expand_composites=True)
+            if leaf is not None and len(leaf.shape) > 0
+        ]
+        for name, given in data.items()
+        if is_arrays(given)
+    }
     if differing := first_difference(samples):
         name, rank = differing
         raise ValueError(
@@ -69,8 +68,7 @@ def agree_on_constants(model: Any) -> None:
             the first rank warns: it may hold what it has computed last.
     """
     layers = private.layers_of(model)
-    with comm.together():
-        constants = {str(n): _constants(layer) for n, layer in enumerate(layers)}
+    constants = {str(n): _constants(layer) for n, layer in enumerate(layers)}
     differing = first_difference(constants)
     if differing is None:
         return

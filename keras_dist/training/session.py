@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, private
+from keras_dist import comm, mixin, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
@@ -391,17 +391,12 @@ class Session:
             is_of_fit: Whether the loop of `Model.fit` calls it.
         """
         evaluation = self.validation if is_of_fit else self.next_evaluation
-        before = self.evaluation, self.next_evaluation
-        self.evaluation = evaluation
-        self.next_evaluation = ALONE  # of a callback
-        try:
+        now = {"evaluation": evaluation, "next_evaluation": ALONE}  # of a callback
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mixin.change(self, **now))
             if self.runs_on_all():
-                with self.raise_on_all():
-                    yield
-            else:
-                yield
-        finally:
-            self.evaluation, self.next_evaluation = before
+                stack.enter_context(self.raise_on_all())
+            yield
 
     @contextlib.contextmanager
     def raise_on_all(self) -> Iterator[None]:

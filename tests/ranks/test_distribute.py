@@ -134,17 +134,6 @@ class Distills(keras.utils.PyDataset):
         return x, self.teacher.predict(x, verbose=0)
 
 
-def in_data(make_model, rows, kind="sequence"):
-    """`predict` of a teacher, which each rank asks for batches of its own."""
-    data = Distills(make_model(seed=4), rows[0], workers=2 if kind == "threads" else 1)
-    if kind == "generator":
-        data = (data[index % 5] for index in itertools.count())
-    options = {"shuffle": False, "epochs": 2, "verbose": 0, "steps_per_epoch": 5}
-    model = make_model()
-    losses = model.fit(data, **options).history["loss"]
-    return losses, *model.get_weights()
-
-
 def in_a_thread(make_model, rows):
     """One that the script starts and waits for."""
     found = []
@@ -165,9 +154,8 @@ def in_a_thread(make_model, rows):
     "work",
     shortened(
         [calls, own_fit, in_callbacks, partial(in_callbacks, is_alone=True)]
-        + [in_a_thread, in_data, partial(in_data, kind="threads")]
-        + [partial(in_data, kind="generator")],
-        {calls, own_fit, in_data},
+        + [in_a_thread],
+        {calls, own_fit},
     ),
 )
 def test_methods_of_keras_give_what_one_process_has(world, rows, make_model, work):
@@ -183,6 +171,36 @@ def test_methods_of_keras_give_what_one_process_has(world, rows, make_model, wor
     assert bool(trained) == (world.size > 1)
     assert_close(distributed, plain)
     assert keras.Model.fit is PLAIN_FIT
+
+
+@slow_on_three
+@several
+@pytest.mark.parametrize(
+    "kind", shortened(["sequence", "threads", "generator"], {"sequence"})
+)
+def test_data_predicts_by_another_model_on_each_rank_alone(
+    rows, make_model, kind, monkeypatch
+):
+    """The ranks read at times of their own: a collective there meets any other one."""
+
+    def train():
+        batches = Distills(make_model(), rows[0], workers=1 + (kind == "threads"))
+        generated = (batches[index % 5] for index in itertools.count())
+        data, steps = (generated, 5) if kind == "generator" else (batches, None)
+        model = make_model(seed=4, jit_compile=False)
+        how = {"shuffle": False, "verbose": 0, "steps_per_epoch": steps}
+        return model.fit(data, **how).history["loss"], *model.get_weights()
+
+    [plain] = distribute_jobs([train])
+    met, meet = [], distribution._meet
+    with keras_dist.distribute():
+        monkeypatch.setattr(
+            distribution,
+            "_meet",
+            lambda model, name: met.append(name) or meet(model, name),
+        )
+        assert_close(train(), plain)
+    assert met == ["fit"]
 
 
 @several
