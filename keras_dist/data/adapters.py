@@ -88,7 +88,13 @@ def _feed_arrays(
         all_rows *= spec.size  # `steps_before` is for the rows of all ranks
     per_step = -(-all_rows // rows.steps_before) if rows.steps_before else None
     batch_size = check_count("batch_size", rows.batch_size or per_step or _BATCH_SIZE)
-    _check_rows(arrays, spec)
+    if total == 0:
+        raise no_data("arrays of 0 rows", is_training=True)
+    if total < spec.size and not (is_own or spec.is_global):
+        raise ValueError(
+            f"Each rank needs at least one row. Received: {total} rows for {spec.size} "
+            f"ranks. Pass more data, or run on fewer ranks (-np {total})."
+        )
     rows = replace(rows, batch_size=batch_size, total=total)
     facts: dict[str, Any] = {
         "the shapes of the rows": [shape[1:] for shape in arrays.shapes],
@@ -591,16 +597,4 @@ def _check_dense(pieces: list[Any], spec: ShardSpec) -> None:
             "Sparse tensors cannot be sharded. Received: x of type "
             f"{type(pieces[0]).__name__}. Pass sparse matrices of SciPy, dense arrays, "
             "or a tf.data.Dataset of their batches."
-        )
-
-
-def _check_rows(arrays: Arrays, spec: ShardSpec) -> None:
-    if arrays.num_rows == 0:
-        raise no_data("arrays of 0 rows", is_training=True)
-    is_sharded = spec.shard != "none" and not spec.is_global
-    if is_sharded and arrays.num_rows < spec.size:
-        raise ValueError(
-            "Each rank needs at least one row. "
-            f"Received: {arrays.num_rows} rows for {spec.size} ranks. "
-            f"Pass more data, or run on fewer ranks (-np {arrays.num_rows})."
         )

@@ -100,14 +100,10 @@ def is_declared(model: Any) -> bool:
 
 def explain_row_mixers(model: Any) -> str:
     """Return a sentence about layers of Keras that may mix rows of a batch, or ""."""
-    names = [
-        layer.name
-        for layer in private.layers_of(model, include_self=False)
-        if type(layer).__module__.startswith("keras.") and not is_by_row(layer)
-    ]
-    if not names:
-        return ""
-    return f"{', '.join(names)}: a row's output may depend on other rows of the batch. "
+    layers = private.layers_of(model, include_self=False)
+    found = [layer for layer in layers if type(layer).__module__.startswith("keras.")]
+    names = ", ".join(layer.name for layer in found if not is_by_row(layer))
+    return names and f"{names}: a row's output may depend on other rows of the batch. "
 
 
 def is_by_row(layer: Any) -> bool:

@@ -41,7 +41,12 @@ from keras_dist.optimizer.attach import Recorded
 from keras_dist.optimizer.nested import optimizers_of, variables_of
 from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
 from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
-from keras_dist.training.losses import explain_row_mixers, num_rows, split_step
+from keras_dist.training.losses import (
+    explain_row_mixers,
+    is_keras_method,
+    num_rows,
+    split_step,
+)
 from keras_dist.training.metric_state import preserve_metrics, set_state
 from keras_dist.training.metric_state import read_state as read_metric
 from keras_dist.training.metrics import stateful_metrics
@@ -81,16 +86,7 @@ _TIMES, _RUNS = 4, 4
 # At the start the scale of Keras lets many gradients of float16 overflow.
 _LOSS_SCALE = 128.0
 
-# Layers that are random, and their attributes that make them so.
-_RANDOM = (
-    keras.layers.Dropout,
-    keras.layers.GaussianDropout,
-    keras.layers.AlphaDropout,
-    keras.layers.GaussianNoise,
-    keras.layers.LSTMCell,
-    keras.layers.GRUCell,
-    keras.layers.SimpleRNNCell,
-)
+# Attributes that make layers of Keras random.
 _RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
@@ -734,17 +730,11 @@ def _find_growth(before: Any, after: Any, *, least: float) -> str | None:
 def _has_gradients(whole: Run, part: Run) -> bool:
     """Return True if a part has each gradient, and loss, that the whole has."""
     pairs = zip(whole.gradients, part.gradients, strict=True)
-    gradients = [
-        (_norm([update[path]]), _norm([own[path]]))
-        for update, own in pairs
-        for path in update
-    ]
-    losses = [
-        (value, part.numbers[site])
-        for site, value in whole.numbers.items()
-        if site[0] in ("loss", "compute")
-    ]
-    return all(own and np.isfinite(own) for one, own in gradients + losses if one)
+    found = [(_norm([one[p]]), _norm([own[p]])) for one, own in pairs for p in one]
+    levels = "loss", "compute"
+    sites = [site for site in whole.numbers if site[0] in levels]
+    found += [(whole.numbers[site], part.numbers[site]) for site in sites]
+    return all(own and np.isfinite(own) for one, own in found if one)
 
 
 def _some_elements(gradient: Any) -> Any:
@@ -804,9 +794,10 @@ def _without_noise(model: Any) -> Iterator[None]:
             if isinstance(layer, keras.layers.BatchNormalization):
                 stack.enter_context(mixin.use(layer, GlobalMoments))
             for name in _RATES:
-                if isinstance(layer, _RANDOM) and vars(layer).get(name):
-                    stack.callback(setattr, layer, name, vars(layer)[name])
-                    setattr(layer, name, 0)
+                value = vars(layer).get(name)
+                if isinstance(value, int | float) and is_keras_method(layer, "call"):
+                    stack.callback(setattr, layer, name, value)
+                    setattr(layer, name, 0.0)
         yield
 
 
