@@ -186,6 +186,7 @@ def test_a_script_saves_its_model_on_ctrl_c(tmp_path, left_behind, resumes):
     path, folder = tmp_path / "interrupted.keras", tmp_path / "checkpoints"
     words = [write_script(tmp_path, _SAVES), path, *[folder] * resumes]
     process = start([*RUN, "-np", 2, *words])
+    assert "fit runs on 2 ranks" in process.stdout.readline()
     for _ in range(2):
         assert process.stdout.readline().endswith("there\n")
     time.sleep(1)
