@@ -178,6 +178,21 @@ def test_a_layer_of_keras_that_compares_rows_is_named(world, name):
     assert all(f"{name}: a row's output may depend on" in text for text in texts)
 
 
+@pytest.mark.three_ranks
+def test_what_compares_rows_in_later_batches_alone_is_named(world):
+    """As a spectrogram does whose loudest row hides no other in the first batch."""
+    keras.utils.clear_session()
+    inputs = keras.Input((3,))
+    loud = keras.layers.Lambda(lambda x: x - keras.ops.maximum(keras.ops.max(x), 9))
+    model = keras.Model(inputs, keras.layers.Dense(1)(loud(inputs)))
+    model.compile("sgd", "mse")
+    x = np.concatenate([X, 1e3 * np.abs(X)])
+    with warned("lambda: a row's output may depend on other rows") as texts:
+        given = {"batch": "global", "shuffle": False, "verbose": 0}
+        keras_dist.dist_fit(model, x, np.tile(Y, (2, 1)), batch_size=12, **given)
+    assert len(texts) == (world.rank == 0)
+
+
 class Labelled(keras.Sequential):
     """Divides by the number of labels, averaged over all ranks."""
 
