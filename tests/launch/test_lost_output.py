@@ -48,8 +48,12 @@ def test_a_closed_terminal_leaves_time_to_save(words, tmp_path, left_behind):
     """It sends SIGHUP, and what is printed afterwards is an error."""
     terminal, end = pty.openpty()
     both = {"stdin": end, "stdout": end, "stderr": end, "start_new_session": True}
-    lead = {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-    process = start([*words, 0], **both, **lead)
+
+    def lead():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where `nohup` runs these tests
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = start([*words, 0], **both, preexec_fn=lead)
     os.close(end)
     wait_for_files(*files(tmp_path, "there"))
     os.close(terminal)
