@@ -48,8 +48,8 @@ in a different order. The input is random images of 28 × 28 pixels, with 128 ro
 batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
 
 Page faults and seconds in the kernel, of all ranks together and for 1000 rows, show
-whether memory is mapped anew at each step: TensorFlow 2.21 turns off a threshold of
-malloc when it reads a Python generator, which cost half the speed of a small CNN until
+whether memory is mapped again at each step. TensorFlow 2.21 turns off a threshold of
+malloc when it reads a Python generator. This cost half the speed of a small CNN, until
 keras_dist [set it again](decisions.md#speed-on-one-machine).
 
 The ceiling is the same processes without averaging: plain training on each rank's rows,

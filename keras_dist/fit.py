@@ -175,7 +175,7 @@ def _train_on_data(
     compared = {"training": data["x"], "validation": data["validation_data"]}
     spec = sources.compare(compared, options, seed=seed, keras_seed=keras_seed)
     if loop is not None:  # the script is one for one process
-        sources.warn_of_own_data(compared, options.shard)
+        sources.warn_about_own_data(compared, options.shard)
     with open_checkpoints(options, spec) as resumed:
         setup = prepare(model, given, options, resumed.spec if resumed else spec)
         comm.agree(setup.facts(), advice=_ADVICE)

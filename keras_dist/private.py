@@ -239,7 +239,7 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
-def seed_generator_of_operations() -> Any:
+def operation_seed_generator() -> Any:
     """Return the `random.Random` that gives operations without a seed theirs.
 
     It draws outside of graphs alone; `None` if no global seed was set.

@@ -25,7 +25,7 @@ _own: list[Any] = []
 
 def get_states() -> Any:
     """Return the states of all generators."""
-    operations = private.seed_generator_of_operations()
+    operations = private.operation_seed_generator()
     drawn = None if operations is None else operations.getstate()
     return random.getstate(), np.random.get_state(legacy=False), drawn
 
@@ -34,7 +34,7 @@ def set_states(states: Any) -> None:
     """Set the states of all generators."""
     random.setstate(states[0])
     np.random.set_state(states[1])
-    operations = private.seed_generator_of_operations()
+    operations = private.operation_seed_generator()
     if operations is not None and states[2] is not None:
         operations.setstate(states[2])
 
@@ -99,7 +99,7 @@ def draw_own(rank: int) -> None:
         else:
             random.seed(f"{random.getrandbits(64)} {rank}")
             np.random.seed(random.getrandbits(32))
-            if operations := private.seed_generator_of_operations():
+            if operations := private.operation_seed_generator():
                 operations.seed(random.getrandbits(32))
 
 

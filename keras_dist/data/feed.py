@@ -149,6 +149,6 @@ def raise_own_errors(feeds: Sequence[Feed]) -> Iterator[None]:
                 "A pass over the data gave another number of batches than the data "
                 f"set's cardinality says. Received: a pass {found[0].strip(' .')}. A "
                 "cache that was filled by an iterator that stopped midway has too few "
-                "batches; so has a data set with a wrong `assert_cardinality`. Make "
-                "the data set anew before this call."
+                "batches; so has a data set with a wrong `assert_cardinality`. Create "
+                "the data set again, and pass the new one."
             ) from None

@@ -242,10 +242,10 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
         source.is_same, source.note = note is not None, note or ""
         is_divided = source.is_same and not source.is_read_by_all
         if is_divided and source.kind == "sequence" and not states[0]:
-            _warn_of_position(name, source, own[name][0])
+            _warn_about_position(name, source, own[name][0])
 
 
-def warn_of_own_data(given: Mapping[str, Any], shard: str) -> None:
+def warn_about_own_data(given: Mapping[str, Any], shard: str) -> None:
     """Warn on the first rank of data that differs, in a script for one process.
 
     Args:
@@ -264,7 +264,7 @@ def warn_of_own_data(given: Mapping[str, Any], shard: str) -> None:
             )
 
 
-def _warn_of_position(name: str, source: Source, before: list[str]) -> None:
+def _warn_about_position(name: str, source: Source, before: list[str]) -> None:
     """Warn on the first rank if a sequence gives other batches when read again.
 
     Each rank reads a part of the batches, and such data depends on those before. A

@@ -70,7 +70,7 @@ def global_result(
       for the variables of metrics; `"only_first_replica"`, that of the first rank with
       rows; `"mean"` or none, an average weighted by rows.
     - What a metric keeps in Python is combined, too (`metric_state`), or an error.
-    - Results that then still differ are those of the first rank.
+    - If the results still differ, those of the first rank count, with a warning.
 
     Args:
         metrics: `keras.metrics.Metric` objects, the same ones on every rank.

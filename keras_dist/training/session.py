@@ -352,8 +352,8 @@ class Session:
     def may_try_again(self) -> bool:
         """Return True if the step has to be tried on the next batch; on all ranks.
 
-        The first batch of an epoch may have zeros where a later one has none. So may
-        all batches for ever: the tries become rare.
+        The first batch of an epoch may have zeros where a later one has none. If all
+        batches have them, no try ends the search: so tries become rare.
         """
         trial, calls = self.traced.trial, self.calls
         if trial is None or not trial.is_open:

@@ -6,6 +6,7 @@ import pytest
 from forked import torchrun
 from launch import MISBEHAVES, launch, prefix
 
+from keras_dist.launch.monitor import record
 from keras_dist.launch.monitor.watchdog import EXIT_CODE, Watchdog
 
 ENDS_SOON = {"KERAS_DIST_STALL_SECONDS": "3"}
@@ -129,6 +130,16 @@ def test_what_the_first_rank_does_alone_has_a_limit_of_its_own(run_ranks):
     assert "uploads 0" in out and "uploads 1" in out, out
     assert "no rank has made progress for 7 s" in out, out
     assert f"raise the limit: {variable}=35" in out
+
+
+def test_the_end_of_a_block_of_one_rank_is_progress(monkeypatch):
+    """Or the time of the block would count by the limit of all other code."""
+    dog = Watchdog(rank=0, size=2, limit=2.0, ignored_threads=[])
+    for now, is_alone in ((1000.0, True), (1004.0, True), (1008.0, False)):
+        monkeypatch.setattr(record.here, "is_alone", is_alone)
+        dog._note_progress(now)
+        assert dog._last_progress == (1000.0 if is_alone else now)
+        assert dog.publish(0.0)["is_alone"] == is_alone
 
 
 def test_a_value_that_is_no_heartbeat_does_not_count(variables, monkeypatch):

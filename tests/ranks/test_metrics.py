@@ -4,6 +4,7 @@ import collections
 import functools
 import inspect
 import types
+import warnings
 
 import keras
 import numpy as np
@@ -658,3 +659,24 @@ def test_an_evaluation_of_a_callback_is_its_own(world, rows):
     assert validated == pytest.approx(model.evaluate(x, y, verbose=0), abs=1e-6)
     assert len(set(keras_dist.gather(tuple(logs["val_loss"])))) == 1
     assert_equal_to_the_bit(model)
+
+
+class ReadsRank(keras.metrics.Mean):
+    """A metric whose result depends on what is not its own."""
+
+    def result(self):
+        return super().result() + keras_dist.rank()
+
+
+@pytest.mark.several_ranks
+def test_a_metric_that_reads_what_is_not_its_own_is_equal_on_all_ranks(world):
+    """That of the first rank, which warns: all ranks decide alike."""
+    metric = ReadsRank(name="foreign")
+    metric.update_state([1.0, 3.0])
+    seen = UpdateCounts(rows=2, steps=1, last_rows=2, has_rows=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = global_result([metric], lambda: {"foreign": metric.result()}, seen=seen)
+    assert keras_dist.gather(float(found["foreign"])) == [2.0] * world.size
+    texts = [str(each.message) for each in caught]
+    assert any("it reads something else" in text for text in texts) == (world.rank == 0)
