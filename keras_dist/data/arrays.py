@@ -198,8 +198,10 @@ def read_rows(
             return fixed
         if not shuffle:
             return np.arange(division.total)
-        draws = np.random.RandomState([seed, division.first_pass + number])
-        rows = draws.permutation(division.total)
+        seeds = [seed, division.first_pass + number]
+        with tf.device("CPU:0"):
+            rows = tf.range(division.total, dtype=tf.int64)
+            rows = tf.random.experimental.stateless_shuffle(rows, seeds).numpy()
         if shuffle == "batch":
             begin = division.begin if number == 0 else 0
             batches = (rows - begin) // division.global_batch
