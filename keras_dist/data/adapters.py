@@ -19,6 +19,7 @@ from keras_dist.data.division import (
     ShardSpec,
     check_count,
     divide_batch,
+    limit_steps,
     no_data,
 )
 from keras_dist.data.feed import Feed
@@ -62,7 +63,7 @@ def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) ->
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
     name = "steps_per_epoch"
-    before = given[name]
+    before = limit_steps(given[name])
     given = given | {name: spec.scale_steps(steps_rule, before, name=name)}
     rows = Rows(
         "arrays",
@@ -247,7 +248,7 @@ def validation_feed(
         ValueError: If there is no row, or `steps` is unusable.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    name = f"{prefix}steps"
+    name, steps = f"{prefix}steps", limit_steps(steps)
     own_steps = spec.scale_steps(steps_rule, steps, name=name)
     if batch_size is not None:
         batch_size = check_count(f"{prefix}batch_size", batch_size)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import keras
+
 StepsRule = Literal["auto", "divide", "none"]
 
 
@@ -106,6 +108,12 @@ class ShardSpec:
     def batches_per_step(self) -> int:
         """The user's batches that all ranks together read in a step of a training."""
         return 1 if self.is_global else self.size
+
+
+def limit_steps(steps: int | None) -> int | None:
+    """Return the steps of an epoch, up to `keras.config.set_max_steps_per_epoch`."""
+    limit = getattr(keras.config, "max_steps_per_epoch", lambda: None)()
+    return limit if limit and (steps is None or limit < steps) else steps
 
 
 def check_count(name: str, value: Any) -> int:

@@ -67,12 +67,15 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
             batches_of_steps = zip(*(read(number) for read in readers), strict=True)
             for step, of_ranks in enumerate(batches_of_steps):
                 global_batch = []
-                for (x, y), (rows, begin, total) in map(take_off, of_ranks):
+                parts = list(map(take_off, of_ranks))
+                length = int(parts[0][1].total)
+                for (x, y), (rows, begin, total) in parts:
                     assert begin == len(global_batch) and len(x) == max(rows, 1)
+                    assert total == length
                     global_batch += x.numpy().tolist()[: int(rows)]
                     assert (y.numpy() == 2 * x.numpy()).all()
                     assert y.dtype == tf.float32
-                assert total == len(global_batch) <= size * batch_size
+                assert length == len(global_batch) <= size * batch_size
                 order += global_batch
                 if shuffle == "batch":
                     rows = range(step * 6, step * 6 + len(global_batch))

@@ -1,8 +1,7 @@
 """N ranks give the weights, metrics and state of one process with the global batch."""
 
-import random
-
 import itertools
+import random
 
 import keras
 import numpy as np
