@@ -46,6 +46,7 @@ class DistributedStep(PredictsAlone):
 
     def train_step(self: Any, data: Any) -> Any:
         own_step = own_train_step(self)
+        self._distributed_session.has_run = True
         data, rows = count_rows(self, data)
         build_once(self, data, own_step)
         if comm.size() == 1:
@@ -117,7 +118,8 @@ class DistributedStep(PredictsAlone):
                         (_start if needs_batch else _try_step)(self, batch)
                     if self.train_function is not train:
                         return self.train_function(iterator)
-                return function(iterator)
+                with _check_step_runs(self):
+                    return function(iterator)
 
         self.train_function = train
 
@@ -194,7 +196,6 @@ def count_rows(model: Any, data: Any) -> tuple[Any, BatchRows]:
 def build_once(model: Any, data: Any, own_step: Callable[[Any], Any]) -> None:
     """Build and copy the model, if the first batch was not read before (`_start`)."""
     session = session_of(model)
-    session.has_run = True
     if not session.has_started:
         is_eager = tf.executing_eagerly()
         build.start(model, session, data, own_step, is_eager=is_eager)
@@ -309,6 +310,28 @@ def _needs_batch(model: Any) -> bool:
         session.has_run = True
         build.start_built(model, session)
     return not session.has_started or session.traced.global_rows is None
+
+
+@contextlib.contextmanager
+def _check_step_runs(model: Any) -> Iterator[None]:
+    """Context manager after which the step of `DistributedStep` must have begun.
+
+    Another one, which is not given what that step is given, may have failed.
+    """
+    try:
+        yield
+    finally:
+        if comm.size() > 1 and not session_of(model).has_run:
+            override = "make_train_function` of its own"
+            if "train_step" in vars(model):
+                override = "train_step` that was set on the object"
+            raise RuntimeError(
+                "A batch was trained on without the `train_step` of the model's class, "
+                "so the ranks do not have the same weights. Received: "
+                f"{model.name!r} with a `{override}. Define `train_step` in the class, "
+                "and let `make_train_function` return a new function that calls "
+                "`self.train_step`."
+            )
 
 
 def _start(model: Any, batch: Any) -> None:
