@@ -65,6 +65,7 @@ def dist_fit(
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule = "auto",
+    batch_norm: Literal["auto", "global", "rank"] = "auto",
     shard: Literal["auto", "none", "first"] = "auto",
     target_accuracy: float | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -99,6 +100,10 @@ def dist_fit(
             rounded up, or `"none"`. With `"divide"`, a `LearningRateSchedule` is read
             at step × size. `"auto"`: divide, or none with `batch="global"`.
         validation_steps_scaling: Like `steps_scaling`, for `validation_steps`.
+        batch_norm: Which rows `BatchNormalization` layers that are trained normalize
+            by: `"global"`, those of all ranks, as one process does, for two small
+            collectives for each layer and step; or `"rank"`, those of the rank,
+            but for layers with `synchronized=True`. `"auto"`: as `batch`.
         shard: `"auto"`: arrays are sharded by row; data in batches is sharded by batch
             if all ranks have the same batches. `"none"`: you have already split all
             data. `"first"`: the first rank reads data in batches, and sends every batch
@@ -190,6 +195,7 @@ def _train_on_data(
                 setup.validation,
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
                 is_resumed=resumed is not None,
+                batch_norm=options.batch_norm,
             ) as session,
             raise_own_errors(session.feeds),
         ):
@@ -449,7 +455,7 @@ class DistributedModel:
     Args:
         model: A `keras.Model`.
         batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
-            shard, target_accuracy, resume, save_steps,
+            batch_norm, shard, target_accuracy, resume, save_steps,
             save_seconds: Defaults for these arguments of `fit`. See `dist_fit`.
 
     Raises:

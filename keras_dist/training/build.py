@@ -201,7 +201,7 @@ def start_built(model: Any, session: Session) -> None:
 def _call_hooks(
     model: Any, session: Session, hooks: Sequence[Callable[[], None]]
 ) -> None:
-    batch_norm.synchronize(model, session.undo)
+    batch_norm.synchronize(model, session.batch_norm, session.undo)
     with session.traced.record_reset(model):
         pass  # the build has made metrics
     for hook in hooks:

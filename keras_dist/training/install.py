@@ -4,7 +4,7 @@
 - its train and test functions: `TracedFunctions`
 - the class of each optimizer: `ReducesGradients` at the outermost, `ScalesRate` at the
   innermost
-- the class of `BatchNormalization(synchronized=True)`: `GlobalMoments`
+- the class of `BatchNormalization` layers: `GlobalMoments`
 
 While a step is traced, or runs eagerly, methods of classes are replaced, too
 (`mixin.replace_method`). All of it is undone when the fit is over.
@@ -96,6 +96,7 @@ def train_on_all(
     *,
     rates: tuple[float, int, int],
     is_resumed: bool,
+    batch_norm: str = "rank",
 ) -> Iterator[Session]:
     """Context manager in which `model` trains on all ranks.
 
@@ -105,6 +106,7 @@ def train_on_all(
         rates: The full factor on learning rates, the steps until then, and the steps
             of one process that one step stands for in schedules.
         is_resumed: Whether the fit may continue rates and accumulated gradients.
+        batch_norm: Which rows `BatchNormalization` layers normalize by: see `dist_fit`.
     """
 
     def average() -> None:
@@ -119,6 +121,7 @@ def train_on_all(
     try:
         session.is_held = True
         session.use(training, validation)
+        session.batch_norm = batch_norm
         average()
         # A train step may make an optimizer when it is first traced.
         session.call_at_start(average)
@@ -199,6 +202,7 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
         rates,
         optimizers_of(model),
         averaging_of(model),
+        session.batch_norm,
         session.may_read_on,
         session.feed.class_weight,
     )

@@ -223,6 +223,8 @@ class Session:
         has_run: Whether the model's own train step has begun in this fit.
         calls: How often the train function was called in this fit.
         first_call: The first of these in this epoch.
+        batch_norm: Which rows `BatchNormalization` layers normalize by: "global" or
+            "rank".
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
         validation: The data on which Keras's loop evaluates.
@@ -246,6 +248,7 @@ class Session:
     has_run: bool = False
     calls: int = 0
     first_call: int = 1
+    batch_norm: str = "rank"
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
     validation: Feed = Feed(data=None)
