@@ -46,8 +46,7 @@ def explain_unsynchronized(model: Any) -> str:
     names = [
         layer.name
         for layer in _layers(model)
-        if layer.trainable
-        and not _is_global(layer, "rank")
+        if layer.trainable and not _is_global(layer, "rank")
     ]
     if not names:
         return ""
