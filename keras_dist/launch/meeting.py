@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.clusters import Place
-from keras_dist.launch.failures import LOST_SECONDS
 from keras_dist.launch.hosts import interface_variables, is_loopback, ranges
 from keras_dist.launch.output import print_message
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
 from keras_dist.launch.store import MANY, Store, StoreClient, store_variables
+from keras_dist.launch.time_limits import TimeLimits
 from keras_dist.version import __version__
 
 # Seconds between two heartbeats: while ranks run, and while this member waits. All who
@@ -71,7 +71,7 @@ class Meeting:
     ) -> None:
         self._number, self._size, self._secret = place.rank, place.size, secret
         self._kind, self._name, self._timeout = kind, name, timeout
-        self._stopped = stopped
+        self._stopped, self._lost_seconds = stopped, TimeLimits().lost
         address, self._port = place.address, place.port
         if self._number == 0:
             is_alone = place.local_size == place.size
@@ -136,8 +136,9 @@ class Meeting:
 
     @property
     def lost(self) -> list[int]:
-        """Other members that have sent no heartbeat for 15 s."""
-        return [k for k, seconds in self._silent.items() if seconds > LOST_SECONDS]
+        """Other members that have sent no heartbeat for a while."""
+        limit = self._lost_seconds
+        return [k for k, seconds in self._silent.items() if seconds > limit]
 
     @property
     def signals(self) -> dict[int, Sequence[int]]:
@@ -266,8 +267,8 @@ class Meeting:
                 raise ValueError(
                     f"The first {self._kind} was lost, and the job ends with it. "
                     f"Received: no answer from {self._meeting} for "
-                    f"{LOST_SECONDS:g} s. If its own output shows no cause, start the "
-                    "job again; with `resume=` it continues."
+                    f"{self._lost_seconds:g} s. If its own output shows no cause, "
+                    "start the job again; with `resume=` it continues."
                 )
             look()
             is_sent = is_sent or self._put(own, value)
