@@ -73,9 +73,9 @@ def test_a_hosts_file_may_name_users_whose_home_is_their_own(net, shared):
 
 
 def kill_command(net, name):
-    """Kill the command that ssh has started on a host."""
-    [command] = net.processes(name, "-m keras_dist run --over-ssh")
-    command.kill()
+    """Kill the command that ssh has started on a host, and not ssh to another one."""
+    commands = net.processes(name, "-m keras_dist run --over-ssh")
+    min(commands, key=lambda command: command.create_time()).kill()
 
 
 @pytest.mark.parametrize(
