@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
+from signal import SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import IO
 
 from keras_dist.launch.failures import RankEnd, Report
@@ -216,6 +216,7 @@ def note_signals(*others: signal.Signals) -> list[int]:
     They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process. By
     `nohup` it ignores SIGHUP.
     """
+    signal.signal(SIGCHLD, signal.SIG_DFL)  # ignored, it would hide all exit codes
     stopped: list[int] = []
     for number in (*_STOPS, *others):
         if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:

@@ -306,6 +306,27 @@ def test_the_launcher_imports_no_tensorflow():
     assert "argparse" in done.stderr and "tensorflow" not in done.stderr
 
 
+_WRAPPED = """
+import os, subprocess, sys
+if sys.argv[1:]:  # as `conda run`, whose children inherit no descriptors
+    sys.exit(subprocess.run([sys.executable, __file__]).returncode)
+from keras_dist.launch.monitor import record
+record.here.enter("step", epoch=1, step=6)
+os._exit(3)
+"""
+
+
+def test_the_end_of_a_rank_is_known_behind_a_program_and_an_ignored_sigchld(tmp_path):
+    """Its place and exit code, where who starts the launcher ignores that signal."""
+    words = ["-np", 1, "sh", "-c", f"exec {sys.executable} $0 again"]
+    command = [*RUN, *words, write_script(tmp_path, _WRAPPED)]
+    ignores = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+    ignores += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    done = launch([sys.executable, "-c", ignores, *command[1:]])
+    assert done.returncode == 3, done.stderr
+    assert "rank 0 failed first, in step 7 of epoch 2." in done.stderr
+
+
 # What Python, or this package, ignores; whoever runs the tests may ignore others.
 _CHANGED = sum(
     1 << (number - 1) for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1)
