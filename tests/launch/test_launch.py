@@ -98,14 +98,17 @@ def test_a_stopped_launcher_takes_everything_with_it(tmp_path, left_behind, numb
 
 # Stands for PID 1 of a container: it gets all orphans, and reaps none.
 _INIT = """
-import ctypes, subprocess, sys
+import ctypes, subprocess, sys, time
 import psutil
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 job = subprocess.Popen(sys.argv[1:])
 print(job.pid, flush=True)
 code = job.wait()
 sys.stdin.readline()
-print(code, *(each.status() for each in psutil.Process().children(recursive=True)))
+left, end = ["?"], time.monotonic() + 5
+while set(left) - {"zombie"} and time.monotonic() < end:
+    left = [each.status() for each in psutil.Process().children(recursive=True)]
+print(code, *left)
 """
 
 # Each rank leaves a daemon without an environment, and a process that ends as one.

@@ -65,6 +65,9 @@ _COLLECTIVES = ("tensorflow", "horovod", "keras_dist")
 _RANK_ERROR = ("keras_dist.errors", "RankError")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
+# Seconds in which all that a rank leaves has to end by SIGKILL.
+_KILL_SECONDS = 3.0
+
 
 def _find_record() -> str | None:
     """Return the path of this rank's record; `None` where there is none."""
@@ -181,12 +184,14 @@ def _fork_rank(launcher: int) -> None:
     while ended != rank:
         ended, status = os.wait()
     code = os.waitstatus_to_exitcode(status)
+    end = time.monotonic() + _KILL_SECONDS
     with contextlib.suppress(ChildProcessError):  # all have ended
-        while True:  # a process that ends leaves its children to this one
+        while time.monotonic() < end:  # what ends leaves its children to this process
             for child in Path("/proc/thread-self/children").read_text().split():
-                with contextlib.suppress(PermissionError):
+                with contextlib.suppress(PermissionError):  # of another account: `sudo`
                     os.kill(int(child), signal.SIGKILL)
-            os.wait()
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
     os._exit(code if code >= 0 else 128 - code)
 
 
