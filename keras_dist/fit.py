@@ -225,13 +225,15 @@ def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
 def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
     """Context manager in which a rank that reads data of its own draws its own."""
     source = setup.training.source
-    is_own = isinstance(source, Source) and not (source.is_same or source.presharded)
+    is_own = isinstance(source, Source) and not (
+        source.is_replicated or source.presharded
+    )
     if comm.size() > 1 and (is_own or options.shard == "none"):
-        draws.draw_own(comm.rank())
+        draws.draw_rank_numbers(comm.rank())
     try:
         yield
     finally:
-        draws.draw_alike()
+        draws.draw_common_numbers()
 
 
 def _find_order_seed(model: Any) -> int:
@@ -342,7 +344,7 @@ def predict(
     if comm.size() == 1 or options.shard == "none":
         _check_predict(model, gather)
         return predict_rows(x, steps)  # one rank may call it alone
-    with comm.together():
+    with comm.wait_for_all_ranks():
         _check_predict(model, gather)
         # Batches stay whole, and `steps` counts steps of one process.
         options = replace(options, batch="global", validation_steps_scaling="none")
@@ -370,7 +372,7 @@ def predict(
     pieces = {"x": x, "y": None, "sample_weight": None}
     feed = _make_feed(model, "predicted", pieces, given, options)
     with raise_own_errors([feed]):
-        if is_source and not x.is_same:
+        if is_source and not x.is_replicated:
             return predict_rows(feed.data, steps)
         if mixin.has(model, DistributedStep):
             session_of(model).before_predict()

@@ -59,7 +59,7 @@ class BroadcastVariables(FitCallback):
         has_started = comm.size() == 1 or session_of(self.model).has_started
         if not has_started and any(comm.gather(self.model.built)):
             # What the first rank restored, if no epoch was left to train.
-            with comm.together():
+            with comm.wait_for_all_ranks():
                 build_optimizers(self.model)
             self._copy()
         super().on_train_end(logs)

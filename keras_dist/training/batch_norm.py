@@ -76,7 +76,10 @@ class GlobalMoments:
         context, plain = step_context.current(), super()._moments  # type: ignore[misc]
         if context.trial is not None:
             moments = plain(inputs, mask)
-            return [context.trial.share(tf.stop_gradient(found)) for found in moments]
+            return [
+                context.trial.take_from_whole(tf.stop_gradient(found))
+                for found in moments
+            ]
         may_be_joint = self.in_loops or step_context.is_inside()
         if not may_be_joint or find_joint_context() is None:
             return plain(inputs, mask)

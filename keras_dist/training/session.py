@@ -53,13 +53,13 @@ class StepNoise:
             self._shared_seed, state = first
             self._shared_generator.state.assign(state)
 
-    def draw_own(self) -> contextlib.AbstractContextManager[None]:
+    def draw_rank_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which a step is traced, or runs eagerly."""
         own = self._seed
         assert own is not None  # `prepare` was called before the first step
         return _draw_from(self._generator, lambda seed: (seed + own) % 2**31)
 
-    def draw_alike(self) -> contextlib.AbstractContextManager[None]:
+    def draw_common_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in such a step for its update."""
         return _draw_from(self._shared_generator, lambda _: self._shared_seed)
 
