@@ -104,6 +104,8 @@ class StepContext:
     Args:
         rows: Rows of this rank's batch that count, over which its loss is a mean; a
             number or a scalar tensor, 0 for a copy. `None` if unknown.
+        length: Rows of the batch, also if it is a copy.
+        begin: Index of the first one in the global batch, if known.
         step: Number of the step, a scalar tensor; `None` if unknown.
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
         global_rows: Rows of all ranks in the first step, a number that all ranks agree
@@ -129,6 +131,8 @@ class StepContext:
     """
 
     rows: Any = None
+    length: Any = None
+    begin: Any = None
     step: Any = None
     rows_of_all: Any = None
     global_rows: int | None = None

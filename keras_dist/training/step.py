@@ -58,7 +58,7 @@ class DistributedStep(PredictsAlone):
             step_context.enter(describe_step(self, data, rows)) as context,
             step_context.run_inline(),
             only_attached(),
-            session_of(self).traced.noise.draw_rank_numbers(),
+            session_of(self).traced.noise.draw_step_numbers(),
             wait_for_batch(self, data),
             ignore_copy(self, context.has_rows),  # in metrics and counters
         ):
@@ -224,6 +224,8 @@ def describe_step(model: Any, data: Any, rows: BatchRows) -> step_context.StepCo
         number = session.traced.steps.assign_add(1, read_value=True)
     return step_context.StepContext(
         rows=rows.rows,
+        length=num_rows(data),
+        begin=rows.begin,
         step=number,
         rows_of_all=rows.total,
         global_rows=session.traced.global_rows,
