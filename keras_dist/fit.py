@@ -14,7 +14,8 @@ import keras
 
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
-from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
+from keras_dist.callbacks.callback_order import FitHooks, on_this_rank
+from keras_dist.callbacks.fit_callback import flatten_callbacks
 from keras_dist.callbacks.user_callbacks import autolog_once, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
@@ -30,7 +31,12 @@ from keras_dist.plan import draw_box
 from keras_dist.setup import sources
 from keras_dist.setup.arguments import Callbacks, Options
 from keras_dist.setup.fit_setup import FitSetup, check_model, prepare
-from keras_dist.training.install import evaluate_on_all, train_on_all, turn_off_tuning
+from keras_dist.training.install import (
+    evaluate_on_all,
+    open_fit,
+    start_training,
+    turn_off_tuning,
+)
 from keras_dist.training.predict import predict_in_turns
 from keras_dist.training.rows import most_mib
 from keras_dist.training.same_values import agree_on_arrays
@@ -158,8 +164,21 @@ def fit(
     options = options.resolve()
     data = sources.make_sources(given, options.shard)
     given = given | data
-    with draws.enter_fit(comm.broadcast(draws.get_states())):
-        return _train_on_data(model, given, options, loop)
+    token = _running.set(True)
+    try:
+        with draws.enter_fit(comm.broadcast(draws.get_states())):
+            return _train_on_data(model, given, options, loop)
+    finally:
+        _running.reset(token)
+
+
+# Whether a fit runs: another one is in a callback of it.
+_running: ContextVar[bool] = ContextVar("running", default=False)
+
+
+def is_running() -> bool:
+    """Return True in a fit on all ranks, such as in a callback."""
+    return _running.get()
 
 
 def _train_on_data(
@@ -183,18 +202,17 @@ def _train_on_data(
             agree_on_arrays(data)
         if comm.rank() == 0:
             _show_plan(setup.plan, is_shown=given["verbose"] != 0)
-        with (
-            train_on_all(
+        with open_fit(model) as session:
+            start_training(
                 model,
                 setup.training,
                 setup.validation,
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
                 is_resumed=resumed is not None,
-            ) as session,
-            raise_own_errors(session.feeds),
-        ):
+            )
             session.is_verbose = given["verbose"] != 0
             with (
+                raise_own_errors(session.feeds),
                 _draw_own_numbers(setup, options),
                 saving(resumed, setup) as arguments,
                 autolog_once(),
@@ -308,7 +326,7 @@ def evaluate(
     feed = _make_feed(model, "validation", pieces, given, options)
     arguments = given | feed.arguments | {"steps": feed.keras_steps}
     callbacks = flatten_callbacks(given["callbacks"])
-    arguments["callbacks"] = on_this_rank(callbacks) or None
+    arguments["callbacks"] = on_this_rank([FitHooks(), *callbacks])
     if comm.rank() > 0:
         arguments["verbose"] = 0
     with evaluate_on_all(model, feed), raise_own_errors([feed]):

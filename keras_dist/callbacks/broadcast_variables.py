@@ -6,10 +6,10 @@ import keras
 import numpy as np
 
 from keras_dist import comm, private
+from keras_dist.callbacks.fit_callback import FitCallback
 from keras_dist.optimizer.accumulation import own_sums
 from keras_dist.optimizer.attach import is_distributed, move_to_outermost
 from keras_dist.optimizer.nested import build_optimizer, optimizers_of, state_of
-from keras_dist.training.install import FitCallback
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
 

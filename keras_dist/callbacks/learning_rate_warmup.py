@@ -3,8 +3,9 @@
 from typing import Any
 
 from keras_dist import comm
+from keras_dist.callbacks.fit_callback import FitCallback
 from keras_dist.optimizer.rate import LearningRateRule, count_warmup_steps, rate_factor
-from keras_dist.training.install import FitCallback, scale_rates
+from keras_dist.training.install import scale_rates
 
 
 class LearningRateWarmup(FitCallback):

@@ -7,14 +7,12 @@
 - the class of `BatchNormalization(synchronized=True)`: `GlobalMoments`
 
 While a step is traced, or runs eagerly, methods of classes are replaced, too
-(`mixin.replace_method`). All of it is undone when the fit is over.
+(`mixin.replace_method`). All of it is undone when `open_fit` ends.
 """
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-
-import keras
 
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
@@ -22,82 +20,70 @@ from keras_dist.data.feed import Feed
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.optimizer.attach import attach_to, averaging_of
 from keras_dist.optimizer.nested import nested_optimizers, optimizers_of
-from keras_dist.optimizer.rate import scale_rate, unscale_rate
+from keras_dist.optimizer.rate import scale_rate
 from keras_dist.training import saving
 from keras_dist.training.session import Session, TracedFunctions, session_of
 from keras_dist.training.step import DistributedStep
 
 
-def install(model: Any) -> Session:
-    """Make `model` train on all ranks; a second call returns the same session."""
-    if mixin.has(model, DistributedStep):
-        session_of(model).end_leftover(model)
-    if not mixin.has(model, DistributedStep):
-        private.check_hooks(type(model))
-        keep_freed_memory()
-        saving.begin_interval()
-        traced = model.__dict__.get("_traced_functions") or TracedFunctions()
+@contextlib.contextmanager
+def open_fit(model: Any) -> Iterator[Session]:
+    """Context manager in which `model` trains on all ranks: each way to train opens it.
+
+    A fit in a callback has a session of its own, and leaves the one around it as it
+    was.
+    """
+    outer = vars(model).get("_distributed_session")
+    private.check_hooks(type(model))
+    keep_freed_memory()
+    saving.begin_interval()
+    traced = TracedFunctions()
+    if outer is None:
+        traced = vars(model).get("_traced_functions", traced)
         # Keras does not track attributes that are set so; it would save them.
         object.__setattr__(model, "_traced_functions", traced)
-        object.__setattr__(model, "_distributed_session", Session(traced))
-        mixin.add(model, DistributedStep)
-        traced.enter(model)
-        session_of(model).undo.callback(_restore, model)
-    session = session_of(model)
-    session.has_fit |= private.is_in_fit(model)
-    return session
+    session = Session(traced)
+    # The step of the last fit, which the next one may use, is traced with `_averaging`.
+    kept = ("_rate",) if outer is None else ("_rate", "_averaging")
 
+    def keep_optimizers() -> None:
+        for outermost in optimizers_of(model):
+            for part in nested_optimizers(outermost):
+                session.undo.enter_context(mixin.preserve(part, *kept))
 
-def _restore(model: Any) -> None:
-    """Undo `install`."""
-    session = session_of(model)
-    saving.begin_interval()
-    stopped = model.stop_training
-    mixin.remove(model, DistributedStep)
-    model.stop_training = stopped
-    session.traced.leave(model, session.options)
-    session.on_compile.clear()
-
-
-def uninstall(model: Any, *, is_over: bool = False) -> None:
-    """Make `model` a plain Keras model again, unless `dist_fit` is still running.
-
-    Args:
-        model: A model on which `install` was called.
-        is_over: Whether a `dist_fit` or an evaluation on all ranks is over, so that
-            nobody reads the session any more. Callbacks may, after the first of them
-            has called this.
-    """
-    if not mixin.has(model, DistributedStep):
-        return
-    session = session_of(model)
-    if is_over or not session.is_held:
-        session.undo.close()
-        if is_over:
+    object.__setattr__(model, "_distributed_session", session)
+    mixin.add(model, DistributedStep)
+    traced.enter(model)
+    try:
+        with session.undo:
+            keep_optimizers()
+            # A train step may make an optimizer when it is first traced.
+            session.call_at_start(keep_optimizers)
+            session.on_compile.append(keep_optimizers)
+            yield session
+    except BaseException:
+        session.options = None  # a step that has failed is traced again
+        raise
+    finally:
+        saving.begin_interval()
+        stopped = model.stop_training
+        traced.leave(model, session.options)
+        object.__setattr__(model, "_distributed_session", outer)
+        if outer is None:
+            mixin.remove(model, DistributedStep)
             object.__delattr__(model, "_distributed_session")
+        model.stop_training = stopped
 
 
-class FitCallback(keras.callbacks.Callback):
-    """Makes its model train on all ranks until the fit is over."""
-
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        install(model)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        uninstall(self.model)
-
-
-@contextlib.contextmanager
-def train_on_all(
+def start_training(
     model: Any,
     training: Feed,
     validation: Feed | None,
     *,
     rates: tuple[float, int, int],
     is_resumed: bool,
-) -> Iterator[Session]:
-    """Context manager in which `model` trains on all ranks.
+) -> None:
+    """Let a model on which a fit is open train as `dist_fit` is asked to.
 
     Args:
         model: A compiled model.
@@ -106,32 +92,21 @@ def train_on_all(
             of one process that one step stands for in schedules.
         is_resumed: Whether the fit may continue rates and accumulated gradients.
     """
+    session = session_of(model)
 
     def average() -> None:
         # The outermost first, which takes the averaging from those inside it.
         found = sorted(optimizers_of(model), key=lambda o: -len(nested_optimizers(o)))
-        for each in found:
-            if comm.size() > 1:
-                session.undo.enter_context(attach_to(each))
-            session.undo.callback(unscale_rate, each)  # a resume scales it, too
+        for each in found if comm.size() > 1 else ():
+            attach_to(each)
 
-    session = install(model)
-    try:
-        session.is_held = True
-        session.use(training, validation)
-        average()
-        # A train step may make an optimizer when it is first traced.
-        session.call_at_start(average)
-        session.on_compile.append(average)
-        scale_rates(model, *rates)
-        if not is_resumed:
-            _reuse_train_function(model, rates)
-        yield session
-    except BaseException:
-        session.options = None  # a step that has failed is traced again
-        raise
-    finally:
-        uninstall(model, is_over=True)
+    session.feed, session.validation = training, validation or session.validation
+    average()
+    session.call_at_start(average)
+    session.on_compile.append(average)
+    scale_rates(model, *rates)
+    if not is_resumed:
+        _reuse_train_function(model, rates)
 
 
 def scale_rates(
@@ -140,20 +115,18 @@ def scale_rates(
     """Scale the rates of all optimizers of `model`, from its first step until its end.
 
     Args:
-        model: A model on which `install` was called.
+        model: A model on which a fit is open.
         full, warmup_steps, step_multiplier: See `scale_rate`.
     """
-    session = session_of(model)
 
     def scale() -> None:
         for each in optimizers_of(model):
             scale_rate(each, full, warmup_steps, step_multiplier)
-            session.undo.callback(unscale_rate, each)
 
     if full != 1.0 or step_multiplier > 1:
         # A MultiOptimizer may have no inner optimizers before it is built.
-        session.call_at_start(scale)
-        session.on_compile.append(scale)
+        session_of(model).call_at_start(scale)
+        session_of(model).on_compile.append(scale)
 
 
 def turn_off_tuning(model: Any) -> contextlib.AbstractContextManager[None]:
@@ -181,15 +154,11 @@ def evaluate_on_all(model: Any, feed: Feed) -> Iterator[None]:
 
     The model may be in the middle of a fit.
     """
-    before = vars(model).get("_distributed_session")
-    session = install(model)
-    try:
+    is_open = mixin.has(model, DistributedStep)
+    with contextlib.nullcontext() if is_open else open_fit(model):
         on_all = {"averages": True, "evaluation": None, "next_evaluation": feed}
-        with mixin.change(session, **on_all):
+        with mixin.change(session_of(model), **on_all):
             yield
-    finally:
-        if session is not before:
-            uninstall(model, is_over=True)
 
 
 def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:

@@ -13,7 +13,7 @@ from keras_dist import comm, mixin, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.step_context import StopRequest
+from keras_dist.optimizer.step_context import Requests
 from keras_dist.training.metric_state import MetricState, read_state, record_starts
 from keras_dist.training.metrics import UpdateCounts, list_own_metrics
 from keras_dist.training.trial import Runner, Trial
@@ -115,7 +115,7 @@ class TracedFunctions:
         position: Where the next step begins: rows of the pass before it, rows of the
             whole pass, and rows of all ranks in a step.
         steps: The steps of this fit.
-        stop_request: This rank's stop request, and whether all ranks have agreed.
+        requests: What this rank requests of all, and what all have agreed on.
         noise: What steps draw without a seed, on several ranks.
         starts: The states in which metrics of the user's have begun, by their id.
     """
@@ -128,7 +128,7 @@ class TracedFunctions:
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
         self.position, self.steps = _counter([0, 0, 0]), _counter(0)
-        self.stop_request, self.noise = StopRequest(), StepNoise()
+        self.requests, self.noise = Requests(), StepNoise()
         self.starts: dict[int, MetricState] = {}
         self._compiled: tuple[Any, ...] = ()
         self._functions: tuple[Any, Any] = (None, None)  # of training and evaluation
@@ -144,7 +144,7 @@ class TracedFunctions:
         self._compiled = compiled
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
-        self.stop_request.reset()
+        self.requests.reset()
         for counter in (self.rows_trained, self.rows_seen, self.position, self.steps):
             counter.assign(tf.zeros_like(counter))
 
@@ -233,9 +233,10 @@ class Session:
         rows_restored: Rows of this epoch that the process before a resume trained on.
         on_compile: What is called when a callback has compiled the model once more.
         before_predict: Synchronizes statistics before all ranks predict in this fit.
-        is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
-            they may save and evaluate. Otherwise the first callback that ends does.
-        has_fit: Whether Keras's `fit` has called a callback of this package.
+        is_running: Whether a loop runs, of Keras or of the user's own.
+        end_loop: What ends the fit after the hooks of `last_callback`, in a loop of the
+            user's own.
+        last_callback: The last `FitCallback` of the list.
         undo: What undoes all changes to the model and its optimizers.
     """
 
@@ -256,22 +257,20 @@ class Session:
     rows_restored: int = 0
     on_compile: list[Callable[[], None]] = field(default_factory=list)
     before_predict: Callable[[], None] = lambda: None
-    is_held: bool = False
-    has_fit: bool = False
+    is_running: bool = False
+    end_loop: Callable[[], None] = lambda: None
+    last_callback: Any = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def end_leftover(self, model: Any) -> None:
-        """Undo what a fit that raised has left: Keras calls no `on_train_end` then.
-
-        A callback of a fit that is running may call this, too, and it goes on.
-        """
-        is_over = self.has_fit and not private.is_in_fit(model)
-        if is_over and not self.is_held:
-            self.undo.close()  # and `model` is a plain model
-
-    def use(self, training: Feed, validation: Feed | None) -> None:
-        """Set the data of this fit."""
-        self.feed, self.validation = training, validation or self.validation
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Context manager in which Keras's `fit` runs, also in a callback of it."""
+        requests = self.traced.requests
+        with (
+            mixin.change(self, is_running=True),
+            mixin.change(requests, is_shown=False),
+        ):
+            yield
 
     @property
     def feeds(self) -> list[Feed]:

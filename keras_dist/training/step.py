@@ -15,6 +15,7 @@ from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import averages, check_again, only_attached
 from keras_dist.optimizer.reduce import explain_updates
+from keras_dist.optimizer.step_context import Request
 from keras_dist.training import build, losses, metrics, trial
 from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep
@@ -56,16 +57,6 @@ class DistributedStep(PredictsAlone):
             # In it the step calls `apply`, which exchanges gradients and then updates
             # (`optimizer.reduce`, `optimizer.rate`).
             return compute_gradients(self, step, data)
-
-    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = super().fit  # type: ignore[misc]
-        self._distributed_session.end_leftover(self)
-        return plain(*args, **kwargs)
-
-    def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = super().train_on_batch  # type: ignore[misc]
-        self._distributed_session.end_leftover(self)
-        return plain(*args, **kwargs)
 
     def test_step(self: Any, data: Any) -> Any:
         if comm.size() > 1:
@@ -123,7 +114,6 @@ class DistributedStep(PredictsAlone):
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         plain, session = super().compile, self._distributed_session  # type: ignore[misc]
-        session.end_leftover(self)
         plain(*args, **kwargs)
         session.traced.use_trial(None)
         session.traced.starts.clear()
@@ -154,21 +144,13 @@ class DistributedStep(PredictsAlone):
 
     @property
     def stop_training(self: Any) -> bool:
-        stop_request = self._distributed_session.traced.stop_request
-        if stop_request.is_collective and stop_request.is_agreed():
-            return True
-        if stop_request.is_shown and stop_request.is_asked:
-            return True
-        return self.__dict__.get("stop_training", False)
+        return self._distributed_session.traced.requests.is_stop()
 
     @stop_training.setter
     def stop_training(self: Any, value: bool) -> None:
-        # A request of one rank: all ranks agree on it after the next batch, or in
-        # `StopTogether` at the end of the epoch.
-        stop_request = self._distributed_session.traced.stop_request
-        stop_request.ask(bool(value))
-        if not (value and stop_request.is_collective):
-            self.__dict__["stop_training"] = bool(value)
+        # All ranks agree on it after the next update, or at the end of the epoch.
+        request = Request.STOP if value else Request.NOTHING
+        self._distributed_session.traced.requests.ask(request)
 
 
 def count_rows(model: Any, data: Any) -> tuple[Any, Any, Any]:
@@ -228,7 +210,7 @@ def describe_step(
         global_rows=session.traced.global_rows,
         is_strided=session.feed.is_strided,
         is_keras_path=is_keras_path and not session.traced.is_split,
-        stop_request=session.traced.stop_request,
+        requests=session.traced.requests,
         draw_alike=session.traced.noise.draw_alike,
     )
 
