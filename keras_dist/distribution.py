@@ -13,7 +13,7 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import comm, fit, mixin, private
-from keras_dist.callbacks.fit_callback import replace_fit
+from keras_dist.callbacks.fit_callback import OPENS_FIT, is_in_fit
 from keras_dist.data.division import StepsRule
 from keras_dist.data.source import is_alone
 from keras_dist.lines import find_caller
@@ -89,11 +89,11 @@ def distribute(
 def _begin(options: Options) -> None:
     _options.append(options)
     if len(_options) == 1:
-        replace_fit()  # below ours
         for (cls, name), make in _METHODS.items():
             plain = getattr(cls, name)
             # Its signature stays: packages choose by it what they pass on.
             method = functools.wraps(plain)(make(plain, name))
+            setattr(method, OPENS_FIT, True)
             _changes.callback(mixin.set_method(cls, name, method))
 
 
@@ -108,7 +108,7 @@ def _train(
 ) -> Any:
     folder = os.environ.get(RESUME)
     # A process that resumes makes fewer fits in callbacks, so they have no number.
-    if folder and not fit.is_running():
+    if folder and not is_in_fit():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
     return fit.fit(model, given, options, plain)
 

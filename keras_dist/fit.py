@@ -15,7 +15,7 @@ import keras
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
 from keras_dist.callbacks.callback_order import FitHooks, on_this_rank
-from keras_dist.callbacks.fit_callback import flatten_callbacks
+from keras_dist.callbacks.fit_callback import enter_fit, flatten_callbacks
 from keras_dist.callbacks.user_callbacks import autolog_once, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
@@ -164,21 +164,8 @@ def fit(
     options = options.resolve()
     data = sources.make_sources(given, options.shard)
     given = given | data
-    token = _running.set(True)
-    try:
-        with draws.enter_fit(comm.broadcast(draws.get_states())):
-            return _train_on_data(model, given, options, loop)
-    finally:
-        _running.reset(token)
-
-
-# Whether a fit runs: another one is in a callback of it.
-_running: ContextVar[bool] = ContextVar("running", default=False)
-
-
-def is_running() -> bool:
-    """Return True in a fit on all ranks, such as in a callback."""
-    return _running.get()
+    with enter_fit(), draws.enter_fit(comm.broadcast(draws.get_states())):
+        return _train_on_data(model, given, options, loop)
 
 
 def _train_on_data(

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -11,6 +13,11 @@ from keras_dist import mixin
 from keras_dist.training.install import open_fit
 from keras_dist.training.session import session_of
 from keras_dist.training.step import DistributedStep
+
+# An attribute of a `keras.Model.fit` that opens a fit.
+OPENS_FIT = "_keras_dist_opens_fit"
+
+_is_in_fit: ContextVar[bool] = ContextVar("is_in_fit", default=False)
 
 
 class FitCallback(keras.callbacks.Callback):
@@ -21,7 +28,8 @@ class FitCallback(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        replace_fit()
+        if not is_in_fit():  # it is the user's
+            _replace_fit()
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -44,13 +52,29 @@ def flatten_callbacks(given: Any) -> list[Any]:
     return keras.tree.flatten(given or [])
 
 
-@functools.cache
-def replace_fit() -> None:
+@contextlib.contextmanager
+def enter_fit() -> Iterator[None]:
+    """Context manager in which a `dist_fit` runs."""
+    token = _is_in_fit.set(True)
+    try:
+        yield
+    finally:
+        _is_in_fit.reset(token)
+
+
+def is_in_fit() -> bool:
+    """Return True in a `dist_fit`, such as in a callback."""
+    return _is_in_fit.get()
+
+
+def _replace_fit() -> None:
     """From now on, `model.fit` with a `FitCallback` in its list opens a fit.
 
     Keras calls no callback when it raises, so none of them could end the fit.
     """
     plain = keras.Model.fit
+    if getattr(plain, OPENS_FIT, False):
+        return
     signature = inspect.signature(plain)
 
     @functools.wraps(plain)
@@ -67,4 +91,5 @@ def replace_fit() -> None:
                 stack.enter_context(session.run())
             return plain(model, *args, **kwargs)
 
+    setattr(fit, OPENS_FIT, True)
     mixin.set_method(keras.Model, "fit", fit)
