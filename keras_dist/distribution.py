@@ -13,7 +13,8 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import comm, fit, mixin, private
-from keras_dist.callbacks.fit_callback import OPENS_FIT, is_in_fit
+from keras_dist.callbacks.fit_callback import OPENS_FIT
+from keras_dist.data import draws
 from keras_dist.data.division import StepsRule
 from keras_dist.data.source import is_alone
 from keras_dist.lines import find_caller
@@ -108,7 +109,7 @@ def _train(
 ) -> Any:
     folder = os.environ.get(RESUME)
     # A process that resumes makes fewer fits in callbacks, so they have no number.
-    if folder and not is_in_fit():
+    if folder and not draws.is_in_fit.get():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
     return fit.fit(model, given, options, plain)
 

@@ -1,23 +1,21 @@
-"""`FitCallback`: with one of these in its list, `model.fit` trains on all ranks."""
+"""`FitCallback` makes `model.fit` a fit on all ranks; `dist_fit` has `FitHooks`."""
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import keras
 
-from keras_dist import mixin
+from keras_dist import comm, mixin
+from keras_dist.data import draws
+from keras_dist.launch.monitor.record import Record, here
+from keras_dist.optimizer.rate import effective_rates
 from keras_dist.training.install import open_fit
 from keras_dist.training.session import session_of
 from keras_dist.training.step import DistributedStep
 
 # An attribute of a `keras.Model.fit` that opens a fit.
 OPENS_FIT = "_keras_dist_opens_fit"
-
-_is_in_fit: ContextVar[bool] = ContextVar("is_in_fit", default=False)
 
 
 class FitCallback(keras.callbacks.Callback):
@@ -28,7 +26,7 @@ class FitCallback(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        if not is_in_fit():  # it is the user's
+        if not draws.is_in_fit.get():  # it is the user's
             _replace_fit()
 
     def set_model(self, model: keras.Model) -> None:
@@ -36,7 +34,7 @@ class FitCallback(keras.callbacks.Callback):
         if not mixin.has(model, DistributedStep):
             stack = contextlib.ExitStack()
             session = stack.enter_context(open_fit(model))
-            session.is_running, session.end_loop = True, stack.close
+            session.end_loop = stack.close
         session_of(model).last_callback = self
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -45,26 +43,67 @@ class FitCallback(keras.callbacks.Callback):
             session.end_loop()
 
 
+class FitHooks(keras.callbacks.Callback):
+    """What a fit does around Keras's loop, before all other callbacks.
+
+    - Reports of ranks that wait name epoch and step: they are written to this rank's
+      record. There is no hook at the end of a batch: with one, Keras would wait for
+      each batch.
+    - The data and the train step learn which epoch begins, before its data is read.
+    - The rate of the epoch's last update is `logs["effective_learning_rate"]`, if some
+      rank has a `TensorBoard` or a tracker. The `learning_rate` that these write is the
+      rate for one process, because the scaling factor is applied only inside the
+      update. With several optimizers in a `MultiOptimizer`, the name of each one is
+      appended to the key, as in Keras.
+
+    Args:
+        is_read: Whether the list has a `TensorBoard` or a tracker.
+    """
+
+    def __init__(self, is_read: bool = False) -> None:
+        super().__init__()
+        self._is_read = is_read
+        # One rank waits for nobody, and Keras may call its callbacks in a thread.
+        self._record = here if comm.size() > 1 else Record()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._record.enter("begin", epoch=0)
+        self._is_read = any(comm.gather(self._is_read))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._record.enter("begin", epoch=epoch)
+        session_of(self.model).begin_epoch(epoch)
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        self._record.enter("step", step=batch)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._record.enter("test")
+
+    def on_test_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        self._record.enter("test", step=batch)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._record.enter("end")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._record.enter("end")
+        if logs is not None and self._is_read:
+            logs.update(effective_rates(self.model))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._record.enter("")
+
+
 def flatten_callbacks(given: Any) -> list[Any]:
     """List what the user passed to Keras as `callbacks`."""
     if isinstance(given, keras.callbacks.CallbackList):
         given = given.callbacks
     return keras.tree.flatten(given or [])
-
-
-@contextlib.contextmanager
-def enter_fit() -> Iterator[None]:
-    """Context manager in which a `dist_fit` runs."""
-    token = _is_in_fit.set(True)
-    try:
-        yield
-    finally:
-        _is_in_fit.reset(token)
-
-
-def is_in_fit() -> bool:
-    """Return True in a `dist_fit`, such as in a callback."""
-    return _is_in_fit.get()
 
 
 def _replace_fit() -> None:
@@ -75,20 +114,14 @@ def _replace_fit() -> None:
     plain = keras.Model.fit
     if getattr(plain, OPENS_FIT, False):
         return
-    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
-        given: Any = None
-        with contextlib.suppress(TypeError):  # Keras raises it
-            given = signature.bind(model, *args, **kwargs).arguments.get("callbacks")
-        is_ours = any(isinstance(c, FitCallback) for c in flatten_callbacks(given))
-        session = vars(model).get("_distributed_session")
-        with contextlib.ExitStack() as stack:
-            if is_ours and (session is None or session.is_running):
-                session = stack.enter_context(open_fit(model))
-            if session is not None:
-                stack.enter_context(session.run())
+        given = kwargs.get("callbacks", args[5] if args[5:] else None)
+        given = flatten_callbacks(given)
+        is_ours = any(isinstance(callback, FitCallback) for callback in given)
+        is_open = any(isinstance(callback, FitHooks) for callback in given)
+        with open_fit(model) if is_ours and not is_open else contextlib.nullcontext():
             return plain(model, *args, **kwargs)
 
     setattr(fit, OPENS_FIT, True)

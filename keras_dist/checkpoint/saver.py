@@ -173,7 +173,7 @@ class Saver(keras.callbacks.Callback):
             # drew before its first epoch. So the states from before are restored later.
             self._random = states.random_state()
         requests, found = session_of(self.model).traced.requests, self._find_request()
-        if found > requests.asked:
+        if requests.asked not in (Request.STOP, found):
             requests.ask(found)
 
     def on_train_batch_end(
@@ -323,7 +323,7 @@ class Saver(keras.callbacks.Callback):
             build.build_early(model, spec)
         if all(comm.gather(states.describe_model(model) == saved.model)):
             session.traced.use_trial(session.traced.trial)  # the first step counts rows
-            build.start_built(model, session)
+            build.start(model)
         elif saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()
         else:
@@ -334,19 +334,16 @@ class Saver(keras.callbacks.Callback):
         model, session, feed = self.model, session_of(self.model), self._feed
         if feed.division is not None:
             batch, _ = session.split_mark(Source(feed.data).first(1)[0])
-        elif not model.built:
+            own_step, is_eager = own_train_step(model), model.run_eagerly
+            return build.start(model, batch, own_step, is_eager=is_eager)
+        if not model.built:
             raise ValueError(
                 "The training is finished, and there is no data to build the model "
                 "from before it is restored. Received: a model that is not built. "
                 "Build it before, for example with an `Input` as its first layer."
             )
-        else:
-            build_optimizers(model)
-        if feed.division is None:
-            build.start_built(model, session)
-        else:
-            own_step, is_eager = own_train_step(model), model.run_eagerly
-            build.start(model, session, batch, own_step, is_eager=is_eager)
+        build_optimizers(model)
+        return build.start(model)
 
 
 @contextlib.contextmanager

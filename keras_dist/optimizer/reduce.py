@@ -359,7 +359,7 @@ def _sum_dense(
     requests, step = step_context.current().requests, step_context.current().step
     sent = tf.zeros([], wire)
     if requests is not None:
-        request = tf.cast(requests.read_own(), tf.int64)
+        request = tf.cast(requests.own.read_value(), tf.int64)
         sent = tf.cast(step % _MOST_STEPS * len(Request) + request, wire)
     values = [tensor * weight for tensor in dense] if is_mean else dense
     numbers = [weight, _by_rank(sent), *counts]

@@ -49,7 +49,7 @@ class Requests:
     at the end of an epoch they are gathered.
 
     Attributes:
-        asked: What this rank requests.
+        asked: What this rank requests; `own` is a variable of its number.
         is_alone: Whether this rank stops by itself: on one rank, or without an
             agreement at the end of an epoch (`StopTogether`).
         is_shown: Whether the user's callbacks run, which read what they have set.
@@ -58,12 +58,12 @@ class Requests:
     def __init__(self) -> None:
         # On the CPU, since it is read after each batch. Keras does not save it.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._own, self._agreed = (tf.Variable(0, trainable=False) for _ in "12")
+            self.own, self._agreed = (tf.Variable(0, trainable=False) for _ in "12")
+        self.is_alone, self.is_shown = True, False
         self.reset()
 
     def reset(self) -> None:
         """Begin a fit: nothing is requested."""
-        self.is_alone, self.is_shown = True, False
         self.ask(Request.NOTHING)
         self._agreed.assign(Request.NOTHING)
 
@@ -71,11 +71,7 @@ class Requests:
         """Set what this rank requests; it is sent with the next update."""
         self.asked = request
         with tf.init_scope():
-            self._own.assign(request)
-
-    def read_own(self) -> Any:
-        """Return the number of this rank's request, a scalar tensor, to be sent."""
-        return self._own.read_value()
+            self.own.assign(request)
 
     def collect(self, by_rank: Any) -> None:
         """Store what all ranks do, from the numbers of all, in an update of all."""
@@ -96,11 +92,9 @@ class Requests:
     def take(self) -> Request:
         """Return what all ranks do after this step beside a stop, and drop it."""
         agreed = Request(int(self._agreed))
-        if agreed in (Request.NOTHING, Request.STOP):
+        if agreed not in (Request.SAVE, Request.END):
             return Request.NOTHING
         self._agreed.assign(Request.NOTHING)
-        if self.asked != Request.STOP:
-            self.ask(Request.NOTHING)
         return agreed
 
 

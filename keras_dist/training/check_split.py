@@ -6,8 +6,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dist.optimizer.attach import attach_to
-from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.training import batch_norm, build, state_trial, step, trial
 from keras_dist.training.install import open_fit
 
@@ -73,11 +71,9 @@ def check_split(
     )
     found = trial.Trial(reason=trial.explain_untriable(data))
     if not found.reason:
-        with open_fit(model) as session:
+        with open_fit(model, attaches=True):
             own_step = step.own_train_step(model)
-            build.start(model, session, data, own_step, is_eager=model.run_eagerly)
-            for optimizer in optimizers_of(model):
-                attach_to(optimizer)
+            build.start(model, data, own_step, is_eager=model.run_eagerly)
             found = trial.try_alone(trial.Runner(model, own_step), data)
     if found.reason:
         raise ValueError(f"`check_split` cannot try this train step: {found.reason}.")

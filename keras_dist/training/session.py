@@ -145,6 +145,7 @@ class TracedFunctions:
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
         self.requests.reset()
+        self.requests.is_alone = True
         for counter in (self.rows_trained, self.rows_seen, self.position, self.steps):
             counter.assign(tf.zeros_like(counter))
 
@@ -218,8 +219,12 @@ class Session:
         options: What is part of the graph of a step beside what is compiled; `None` if
             the next fit must not use the train function.
         is_traced: Whether this fit uses the train function of the last one.
+        outer: The session of the fit around this one, in a callback of which it is.
+        attaches: Whether this fit lets the optimizers average.
+        rates: See `scale_rate`: the full factor on learning rates, the steps until
+            then, and the steps of one process that one step stands for in schedules.
         hooks: What is called before the first step, when all variables exist and none
-            has changed: copies of weights to all ranks, scaled rates.
+            has changed, such as copies of weights to all ranks.
         has_started: Whether everything is built and copied in this fit.
         has_run: Whether the model's own train step has begun in this fit.
         calls: How often the train function was called in this fit.
@@ -228,12 +233,9 @@ class Session:
         feed: The training data.
         validation: The data on which Keras's loop evaluates.
         averages: Whether the state of metrics is summed over all ranks.
-        next_evaluation: What `Model.evaluate` evaluates on when it is called next.
         evaluation: The data of the evaluation that is running; `None` in a training.
         rows_restored: Rows of this epoch that the process before a resume trained on.
-        on_compile: What is called when a callback has compiled the model once more.
         before_predict: Synchronizes statistics before all ranks predict in this fit.
-        is_running: Whether a loop runs, of Keras or of the user's own.
         end_loop: What ends the fit after the hooks of `last_callback`, in a loop of the
             user's own.
         last_callback: The last `FitCallback` of the list.
@@ -243,6 +245,9 @@ class Session:
     traced: TracedFunctions
     options: Any = None
     is_traced: bool = False
+    outer: "Session | None" = None
+    attaches: bool = False
+    rates: tuple[float, int, int] = (1.0, 0, 1)
     hooks: list[Callable[[], None]] = field(default_factory=list)
     has_started: bool = False
     has_run: bool = False
@@ -252,25 +257,12 @@ class Session:
     feed: Feed = Feed(data=None)
     validation: Feed = Feed(data=None)
     averages: bool = False
-    next_evaluation: Feed = ALONE
     evaluation: Feed | None = None
     rows_restored: int = 0
-    on_compile: list[Callable[[], None]] = field(default_factory=list)
     before_predict: Callable[[], None] = lambda: None
-    is_running: bool = False
     end_loop: Callable[[], None] = lambda: None
     last_callback: Any = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Context manager in which Keras's `fit` runs, also in a callback of it."""
-        requests = self.traced.requests
-        with (
-            mixin.change(self, is_running=True),
-            mixin.change(requests, is_shown=False),
-        ):
-            yield
 
     @property
     def feeds(self) -> list[Feed]:
@@ -383,16 +375,10 @@ class Session:
         return self.evaluation is not ALONE
 
     @contextlib.contextmanager
-    def enter_evaluation(self, is_of_fit: bool = False) -> Iterator[None]:
-        """Context manager for an evaluation by Keras's own loop.
-
-        Args:
-            is_of_fit: Whether the loop of `Model.fit` calls it.
-        """
-        evaluation = self.validation if is_of_fit else self.next_evaluation
-        now = {"evaluation": evaluation, "next_evaluation": ALONE}  # of a callback
+    def evaluate(self, feed: Feed, **state: Any) -> Iterator[None]:
+        """Context manager in which Keras's loop evaluates a model on `feed`."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mixin.change(self, **now))
+            stack.enter_context(mixin.change(self, evaluation=feed, **state))
             if self.runs_on_all():
                 stack.enter_context(self.raise_on_all())
             yield

@@ -20,7 +20,7 @@ from keras_dist.training import build, losses, metrics, trial
 from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
-from keras_dist.training.session import Session, session_of
+from keras_dist.training.session import ALONE, Session, session_of
 
 
 class PredictsAlone:
@@ -57,6 +57,13 @@ class DistributedStep(PredictsAlone):
             # In it the step calls `apply`, which exchanges gradients and then updates
             # (`optimizer.reduce`, `optimizer.rate`).
             return compute_gradients(self, step, data)
+
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain, requests = super().fit, session_of(self).traced.requests  # type: ignore[misc]
+        requests.reset()
+        # In a callback, which may read what this rank alone has requested.
+        with mixin.change(requests, is_shown=False):
+            return plain(*args, **kwargs)
 
     def test_step(self: Any, data: Any) -> Any:
         if comm.size() > 1:
@@ -117,13 +124,11 @@ class DistributedStep(PredictsAlone):
         plain(*args, **kwargs)
         session.traced.use_trial(None)
         session.traced.starts.clear()
-        for prepare in session.on_compile:
-            prepare()
+        build.prepare_optimizers(self)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._distributed_session.enter_evaluation(
-            kwargs.get(private.OF_FIT, False)
-        ):
+        session, is_of_fit = self._distributed_session, kwargs.get(private.OF_FIT)
+        with session.evaluate(session.validation if is_of_fit else ALONE):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
@@ -176,7 +181,7 @@ def build_once(model: Any, data: Any, own_step: Callable[[Any], Any]) -> None:
     session.has_run = True
     if not session.has_started:
         is_eager = tf.executing_eagerly()
-        build.start(model, session, data, own_step, is_eager=is_eager)
+        build.start(model, data, own_step, is_eager=is_eager)
 
 
 def follow_last_update(model: Any, data: Any) -> Any:
@@ -290,14 +295,14 @@ def _needs_batch(model: Any) -> bool:
     session = session_of(model)
     if session.is_traced and not session.has_started:
         session.has_run = True
-        build.start_built(model, session)
+        build.start(model)
     return not session.has_started or session.traced.global_rows is None
 
 
 def _start(model: Any, batch: Any) -> None:
     """Build the model, copy it to all ranks and try its step, before it is traced."""
     session, own_step = session_of(model), own_train_step(model)
-    build.start(model, session, batch, own_step, is_eager=model.run_eagerly)
+    build.start(model, batch, own_step, is_eager=model.run_eagerly)
     traced, is_averaged = session.traced, comm.size() > 1 and averages(model)
     if traced.trial is None and is_averaged and not losses.is_declared(model):
         _try_step(model, batch)
