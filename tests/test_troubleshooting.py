@@ -82,7 +82,7 @@ def test_every_variable_of_the_environment_is_listed():
         r"|[A-Z]+_NUM_THREADS)"
     )
     used = {found for text in templates() for found in name.findall(text)}
-    assert {"KERAS_DIST_STALL_SECONDS", "KERAS_DIST_JOB", "HOROVOD_RANK"} <= used
+    assert {"KERAS_DIST_STALL_SECONDS", "KERAS_DIST_RECORD", "HOROVOD_RANK"} <= used
     listed = set(name.findall(ENVIRONMENT))
     assert not used - listed
     assert not {n for n in listed if n.startswith("KERAS_DIST_")} - used

@@ -16,8 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-# Seconds to wait for the lock of a folder, such as for the end of a dead host's lease.
-LOCK_VARIABLE = "KERAS_DIST_LOCK_SECONDS"
+from keras_dist.launch.time_limits import TimeLimits
 
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
@@ -69,7 +68,7 @@ class Folder:
             raise self._make_error("another fit of this process", path)
         # Another account may have put a link there.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        end = time.monotonic() + float(os.environ.get(LOCK_VARIABLE) or 0)
+        end = time.monotonic() + TimeLimits().lock
         # For all accounts that may write to the folder, by the umask.
         with open(os.open(path, flags, 0o666), "r+") as file:
             try:
@@ -103,7 +102,7 @@ class Folder:
             f"resume={self.path!r}, locked in {path} by {holder or 'a process'}. Wait "
             "for its end, or pass another folder. If its host is gone, a file server "
             "gives the lock back after some time: for how many seconds to wait for it, "
-            f"set {LOCK_VARIABLE}"
+            "set KERAS_DIST_LOCK_SECONDS"
         )
 
     def newest(self) -> tuple[Any, list[str]]:

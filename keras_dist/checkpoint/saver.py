@@ -20,7 +20,7 @@ from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
 from keras_dist.checkpoint.states import CallbackStates
 from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
-from keras_dist.launch.monitor.rank_process import REPORT_VARIABLE
+from keras_dist.launch.monitor.rank_process import record_path
 from keras_dist.lines import say, warn
 from keras_dist.optimizer.nested import leaves_of
 from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
@@ -59,7 +59,7 @@ class EndSignals:
             is_slurm = "SLURM_JOB_ID" in os.environ
             numbers = [signal.SIGTERM, *[signal.SIGUSR1] * is_slurm]
             is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            numbers += [signal.SIGINT] * (REPORT_VARIABLE in os.environ and is_default)
+            numbers += [signal.SIGINT] * (record_path is not None and is_default)
             for number in numbers:
                 self._before[number] = signal.signal(number, self._note)
 

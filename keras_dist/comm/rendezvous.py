@@ -22,9 +22,7 @@ from keras_dist.launch.monitor.end_note import stay_for_readers
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
 from keras_dist.launch.store import make_slots
-
-# Seconds in which all ranks have to come.
-_TIMEOUT = 120.0
+from keras_dist.launch.time_limits import TimeLimits
 
 
 def meet(place: Place) -> None:
@@ -53,7 +51,8 @@ def meet(place: Place) -> None:
         atexit.register(stay_for_readers)  # runs after Horovod's
 
     try:
-        with Meeting(place, secret, kind="rank", name=name, timeout=_TIMEOUT) as ranks:
+        limit = TimeLimits().ranks
+        with Meeting(place, secret, kind="rank", name=name, timeout=limit) as ranks:
             own = [name, place.local_rank, place.local_size]
             found = ranks.join(
                 own, lambda all_: {"slots": make_slots(all_), "secret": credential}

@@ -20,6 +20,7 @@ from keras_dist.comm.world import (
 )
 from keras_dist.launch.monitor import record, watchdog
 from keras_dist.launch.monitor.rank_process import seed_generators
+from keras_dist.launch.time_limits import set_stall
 
 # Holds the process id of a rank. The processes that a rank starts inherit it, and so
 # they know that they are not ranks, although they inherit its HOROVOD_RANK as well.
@@ -106,7 +107,7 @@ def init(*, stall_limit: float | None = None) -> World:
     >>> init()
     World(rank=0, size=1, local_rank=0, local_size=1)
     """
-    watchdog.set_limit(stall_limit)
+    set_stall(stall_limit)
     return start()
 
 

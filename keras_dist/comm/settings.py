@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from keras_dist.launch.monitor import watchdog
+from keras_dist.launch.time_limits import STALL, TimeLimits
 
 # In each cycle of Horovod's thread the ranks exchange a message. By our change to its
 # source (tools/install/patches/prompt_cycles.patch) a cycle begins as soon as there is
@@ -84,7 +85,7 @@ def limit_start(rank: int, size: int) -> Iterator[None]:
         rank: Rank of this process, for the message.
         size: Number of ranks.
     """
-    limit = watchdog.read_limit()
+    limit = TimeLimits().stall
     timer = threading.Timer(limit, _end, [rank, size, limit])
     timer.daemon = True
     if limit:
@@ -102,7 +103,7 @@ def _end(rank: int, size: int, limit: float) -> None:
         f"rank {rank} of {size} on {socket.gethostname()}, with the network interfaces "
         f"{names}. Of several hosts, name the network on which they reach each other: "
         "`mpirun --mca btl_tcp_if_include 10.0.0.0/24`. If another rank needs longer "
-        f"before it connects, raise the limit: {watchdog.VARIABLE}=600.\n"
+        f"before it connects, raise the limit: {STALL}=600.\n"
     )
     os.write(2, f"keras_dist: {message}".encode())
     os._exit(watchdog.EXIT_CODE)  # mpirun then ends the others

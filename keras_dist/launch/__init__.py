@@ -7,6 +7,7 @@
 - `ssh`: types the command on hosts that the user has named
 - `store`, `signing`: the job's key-value store, its client, and the numbers of ranks
 - `ranks`: the ranks of one host: start them, watch them, end all they have started
+- `time_limits`: how long a job waits
 - `output`: what the ranks print, passed on to the terminal or to files
 - `failures`: the end of each rank, and the message about the first failure
 - `hosts`: names and addresses of hosts, GPUs

@@ -17,10 +17,10 @@ from keras_dist.launch.hosts import (
 )
 from keras_dist.launch.job import run_job
 from keras_dist.launch.monitor.rank_process import DISTRIBUTE, end_with
-from keras_dist.launch.monitor.watchdog import set_limit
 from keras_dist.launch.ranks import Command, parse_command
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.ssh import read_environment, run_by_ssh
+from keras_dist.launch.time_limits import set_stall
 
 _NAME, _SHORTEST_SECRET = "keras-dist run", 16
 _BATCH = "global"  # of `--distribute`
@@ -215,7 +215,7 @@ def _read_secret() -> str:
 def _make_command(words: Sequence[str], options: argparse.Namespace) -> Command:
     """Return the command of the ranks, and set the variables that options stand for."""
     kind, words = ("module", words) if options.module else parse_command(words)
-    set_limit(options.stall_limit)
+    set_stall(options.stall_limit)
     if options.distribute:
         if kind == "program":
             raise ValueError(

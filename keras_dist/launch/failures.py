@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_dist.launch.hosts import ranks_in_words
-
-# Seconds of silence after which a host is lost. A shorter outage does no harm: what
-# Gloo has sent waits in the kernel.
-LOST_SECONDS = 15.0
+from keras_dist.launch.time_limits import TimeLimits
 
 # Of more ranks, the others are counted alone.
 _MOST_LINES = 16
@@ -87,7 +84,7 @@ def describe_failure(
     causes: list[str] = []
     for (name, ranks), report in zip(hosts, reports, strict=True):
         if report is None:
-            seconds, lost = LOST_SECONDS, ranks_in_words(ranks)
+            seconds, lost = TimeLimits().lost, ranks_in_words(ranks)
             text = f"host {name} has not responded for {seconds:g} s ({lost})."
             causes.insert(0, text)
         elif report.error:

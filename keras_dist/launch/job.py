@@ -8,7 +8,6 @@ The first one makes the verdict of the reports of all.
 import io
 import itertools
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -27,14 +26,10 @@ from keras_dist.launch.ranks import (
     RESTART,
     Command,
     note_signals,
-    reaper,
     run_ranks,
 )
 from keras_dist.launch.store import make_slots
-
-# Seconds in which all hosts have to come; and in which a command that ssh has started
-# has to reach the first host.
-_TIMEOUT, _SSH_TIMEOUT = 300.0, 20.0
+from keras_dist.launch.time_limits import TimeLimits
 
 # The exit code of a job to be run again; `checkpoint.EXIT_CODE` is the same.
 _SAVED = 75
@@ -69,35 +64,33 @@ def run_job(
         ValueError: If the hosts cannot meet.
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    others = [signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
-    with reaper(job := secrets.token_hex(8)):  # is forked, so before the first thread
-        stopped = note_signals(*others)
-        if over_ssh:
-            threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
-        meeting = Meeting(
-            place,
-            secret,
-            kind="host",
-            name=name,
-            timeout=_SSH_TIMEOUT if over_ssh and place.rank else _TIMEOUT,
-            stopped=stopped,
-        )
-        try:
-            with meeting:
-                hosts = meeting.join([name, num_ranks], lambda all_: {"hosts": all_})
-                bounds = itertools.accumulate(count for _, count in hosts["hosts"])
-                ranks = [
-                    (name, range(end - count, end))
-                    for (name, count), end in zip(hosts["hosts"], bounds, strict=True)
-                ]
-                host = _Host(meeting, ranks, place.rank, restarts, over_ssh)
-                return host.run(command, job)
-        except Interrupted as error:
-            number = int(error.args[0])
-            print_message(_describe_stop(number))
-            return 128 + number
-        finally:
-            SCREEN.leave(stopped)
+    limits = TimeLimits()
+    stopped = note_signals(*[signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ))
+    if over_ssh:
+        threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
+    meeting = Meeting(
+        place,
+        secret,
+        kind="host",
+        name=name,
+        timeout=limits.ssh if over_ssh and place.rank else limits.hosts,
+        stopped=stopped,
+    )
+    try:
+        with meeting:
+            hosts = meeting.join([name, num_ranks], lambda all_: {"hosts": all_})
+            bounds = itertools.accumulate(count for _, count in hosts["hosts"])
+            ranks = [
+                (name, range(end - count, end))
+                for (name, count), end in zip(hosts["hosts"], bounds, strict=True)
+            ]
+            return _Host(meeting, ranks, place.rank, restarts, over_ssh).run(command)
+    except Interrupted as error:
+        number = int(error.args[0])
+        print_message(_describe_stop(number))
+        return 128 + number
+    finally:
+        SCREEN.leave(stopped)
 
 
 def _read_signals(stopped: list[int]) -> None:
@@ -133,8 +126,8 @@ class _Host:
     restarts: int
     is_quiet: bool
 
-    def run(self, command: Command, job: str) -> int:
-        """Run ranks with this id of a job until it has ended; return its exit code."""
+    def run(self, command: Command) -> int:
+        """Run ranks until the job has ended; return its exit code."""
         counts = [(name, len(ranks)) for name, ranks in self.hosts]
         slots = make_slots(
             [(name, index, count) for name, count in counts for index in range(count)]
@@ -149,7 +142,6 @@ class _Host:
                     command,
                     [slots[rank] for rank in self.hosts[self.number][1]],
                     {**self.meeting.rank_variables(start), **variables},
-                    job,
                     stop=partial(self._find_stop, f"report.{start}"),
                 )
             except (OSError, RuntimeError, ValueError) as error:

@@ -4,6 +4,7 @@ All members run the same lines. What each of them gives to `gather`, the first o
 combines, and all get the result.
 """
 
+import itertools
 import secrets
 import threading
 import time
@@ -12,17 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_dist.clusters import Place
-from keras_dist.launch.failures import LOST_SECONDS
 from keras_dist.launch.hosts import interface_variables, is_loopback, ranges
 from keras_dist.launch.output import print_message
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
 from keras_dist.launch.store import MANY, Store, StoreClient, store_variables
+from keras_dist.launch.time_limits import TimeLimits
 from keras_dist.version import __version__
 
-# Seconds between two heartbeats: while ranks run, and while this member waits. All who
-# wait send at most so many a second.
-_BEAT_SECONDS, _TICK, _MOST_BEATS = 0.5, 0.1, 200
+# Seconds between two heartbeats of a member; of all together there are at most so many
+# a second. Seconds between two looks at what others have written.
+_BEAT_SECONDS, _MOST_BEATS, _TICK = 0.25, 200, 0.1
 
 # What stands for a signal when the command that has started this one is gone.
 CUT = 0
@@ -42,7 +43,9 @@ class Meeting:
     """The members of a job, as one of them sees them.
 
     The first one serves the job's store, to the end of its process. In its block each
-    has a thread that sends heartbeats, and reads what all have written.
+    has a thread that writes, with each heartbeat, all that this member has given so
+    far, and reads what the others have written: what an outage loses comes with the
+    next one.
 
     Args:
         place: Number of this member, number of members, and where the first one is.
@@ -71,7 +74,7 @@ class Meeting:
     ) -> None:
         self._number, self._size, self._secret = place.rank, place.size, secret
         self._kind, self._name, self._timeout = kind, name, timeout
-        self._stopped = stopped
+        self._stopped, self._lost_seconds = stopped, TimeLimits().lost
         address, self._port = place.address, place.port
         if self._number == 0:
             is_alone = place.local_size == place.size
@@ -81,10 +84,10 @@ class Meeting:
         self._client = StoreClient(address, self._port, secret)
         # This host and the first one, as others reach them.
         self._addresses = "", ""
-        self._values: dict[str, Any] = {}
-        # Seconds for which each member has sent no new heartbeat.
-        self._silent = dict.fromkeys(range(self._size), 0.0)
-        self._pause = max(_TICK, self._size / _MOST_BEATS)
+        # The note of each member: its heartbeat, its signals, and its values by name;
+        # and the seconds for which it has sent no new heartbeat.
+        self._notes: list[dict[str, Any]] = [{} for _ in range(self._size)]
+        self._silent = [0.0] * self._size
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
         self.nonce = secrets.token_hex(16)
@@ -112,7 +115,6 @@ class Meeting:
             time.sleep(_TICK)
         self.nonce = nonce
         if self._size > 1:
-            self._put(f"beat.{self._number}", [0])  # so that the first one waits for it
             self._thread.start()
         return self
 
@@ -121,13 +123,13 @@ class Meeting:
             return
         end = time.monotonic() + _LEAVE_SECONDS * (not self.is_cut)
         while self._number == 0 and time.monotonic() < end:
-            beats = [k for k in self._silent if k and self._values.get(f"beat.{k}")]
-            if not set(beats) - set(self.lost):
+            here = {k for k, note in enumerate(self._notes) if k and note}
+            if not here - set(self.lost):
                 break
             time.sleep(_TICK)
         self._is_over.set()
         self._thread.join()
-        self._client.put(f"{self.nonce}.beat.{self._number}", None)
+        self._client.put(f"{self.nonce}.{self._number}", None)  # another one may come
 
     @property
     def is_cut(self) -> bool:
@@ -136,21 +138,20 @@ class Meeting:
 
     @property
     def lost(self) -> list[int]:
-        """Other members that have sent no heartbeat for 15 s."""
-        return [k for k, seconds in self._silent.items() if seconds > LOST_SECONDS]
+        """Other members that have sent no heartbeat for a while."""
+        silent = enumerate(self._silent)
+        return [k for k, seconds in silent if seconds > self._lost_seconds]
 
     @property
     def signals(self) -> dict[int, Sequence[int]]:
         """The signals that each member has received, if any, by its number."""
-        beats = {k: self._values.get(f"beat.{k}") or [0] for k in self._silent}
-        signals = {k: beat[1:] for k, beat in beats.items()}
+        signals = {k: note.get("signals") for k, note in enumerate(self._notes)}
         signals[self._number] = self._stopped
         return {k: numbers for k, numbers in signals.items() if numbers}
 
     def find(self, name: str) -> list[Any]:
         """Return the values that members have given to `gather` so far."""
-        values = [self._values.get(f"{name}.{k}") for k in self._silent]
-        return [value for value in values if value is not None]
+        return [note[name] for note in self._notes if name in note]
 
     def join(self, value: Any, combine: Combine) -> dict[str, Any]:
         """Wait for all members; see `gather`.
@@ -169,7 +170,6 @@ class Meeting:
             nonlocal said
             signals = self.signals
             if numbers := signals.get(self._number) or signals.get(0):
-                self._put(f"join.{self._number}", None)  # another one may come
                 raise Interrupted(numbers[0])
             if self._number:
                 return
@@ -245,64 +245,58 @@ class Meeting:
             ValueError: If `combine` has raised an error that says what to do, or the
                 first member was lost.
         """
-        self._pause = max(_TICK, self._size / _MOST_BEATS)
-        own = f"{name}.{self._number}"
-        is_sent = 0 not in self.lost and self._put(own, value)
+        self._give(name, value)
         if self._number == 0:
             try:
                 while self._find_missing(name):
                     look()
                     time.sleep(_TICK)
-                values = [self._values.get(f"{name}.{k}") for k in self._silent]
-                found = combine(values)
+                found = combine([note.get(name) for note in self._notes])
             except (OSError, RuntimeError, ValueError) as error:
                 found = {"error": str(error)}
-            while not self._put(name, found):
-                if self.is_cut or len(self.lost) == self._size - 1:
-                    break
-                time.sleep(_TICK)
-        while (result := self._values.get(name)) is None:
+            self._give(f"all.{name}", found)
+        while (result := self._notes[0].get(f"all.{name}")) is None:
             if 0 in self.lost:
                 raise ValueError(
                     f"The first {self._kind} was lost, and the job ends with it. "
                     f"Received: no answer from {self._meeting} for "
-                    f"{LOST_SECONDS:g} s. If its own output shows no cause, start the "
-                    "job again; with `resume=` it continues."
+                    f"{self._lost_seconds:g} s. If its own output shows no cause, "
+                    "start the job again; with `resume=` it continues."
                 )
             look()
-            is_sent = is_sent or self._put(own, value)
             time.sleep(_TICK)
-        self._pause = _BEAT_SECONDS
         if "error" in result:
             raise ValueError(result["error"])
         return dict(result)
 
     def _find_missing(self, name: str) -> set[int]:
         """Return the members for whose values the first one waits."""
-        absent = {k for k in self._silent if self._values.get(f"{name}.{k}") is None}
+        absent = {k for k, note in enumerate(self._notes) if name not in note}
         return absent | set(self.lost) if name == "join" else absent - set(self.lost)
 
-    def _put(self, name: str, value: Any) -> bool:
-        self._values[name] = value
-        return self._client.put(f"{self.nonce}.{name}", value, attempts=MANY)
+    def _give(self, name: str, value: Any) -> None:
+        """Add a value to the note of this member."""
+        self._notes[self._number] = {**self._notes[self._number], name: value}
 
     def _keep_in_touch(self) -> None:
-        """In a thread: send heartbeats, and read what all have written."""
-        beats, before, prefix = 0, time.monotonic(), f"{self.nonce}."
-        while not self._is_over.wait(self._pause):
-            beats += 1
-            beat = [beats, *self._stopped]
-            is_there = self._client.put(f"{prefix}beat.{self._number}", beat)
+        """In a thread: write this member's note, and read those of all."""
+        before, prefix = time.monotonic(), f"{self.nonce}."
+        for beat in itertools.count(1):
+            note = {**self._notes[self._number], "signals": [*self._stopped]}
+            name, note["beat"] = f"{prefix}{self._number}", beat
+            is_there = self._client.put(name, note)
             found = self._client.get_all(prefix) if is_there else None
             now = time.monotonic()
             self._note(found or {}, now - before)
             before = now
+            if self._is_over.wait(max(_BEAT_SECONDS, self._size / _MOST_BEATS)):
+                return
 
     def _note(self, found: Mapping[str, Any], seconds: float) -> None:
         """Note what all have written, so long after the last time."""
-        values = {name.partition(".")[2]: value for name, value in found.items()}
-        for k in self._silent.keys() - {self._number}:  # this one may be suspended
-            before = self._values.get(f"beat.{k}")
-            is_new = values.get(f"beat.{k}", before) != before
-            self._silent[k] = 0.0 if is_new else self._silent[k] + seconds
-        self._values.update(values)
+        for k, before in enumerate(self._notes):
+            if k != self._number:  # this one may be suspended
+                note = found.get(f"{self.nonce}.{k}", before) or {}
+                is_new = note.get("beat") != before.get("beat")
+                self._silent[k] = 0.0 if is_new else self._silent[k] + seconds
+                self._notes[k] = note

@@ -51,7 +51,7 @@ class Screen:
         self._pieces: deque[tuple[int, bytes]] = deque()  # to be written
         self._closed: set[int] = set()
         self._changed = threading.Condition()
-        # Is started when it is needed: after the reaper was forked.
+        # Is started when it is needed.
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def write(self, stream: Any, data: bytes) -> None:

@@ -34,8 +34,8 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.clusters import find_place
 from keras_dist.comm import World
-from keras_dist.launch.monitor.watchdog import read_limit
 from keras_dist.launch.store import find_store
+from keras_dist.launch.time_limits import TimeLimits
 
 # The name in the store of how far the first rank has come.
 _POSITION = "saves"
@@ -165,7 +165,7 @@ class SaveLog:
     def _is_written(self, name: str, number: int, path: str) -> bool:
         """Wait for the first rank to make the same save; return True if it is here."""
         # Long before the watchdog may think that nobody works.
-        begin_seconds = min(_BEGIN_SECONDS, (read_limit() or 120.0) / 4)
+        begin_seconds = min(_BEGIN_SECONDS, (TimeLimits().stall or 120.0) / 4)
         start, pause = time.monotonic(), _SHORTEST
         while self._store is not None:
             position = self._store.get(_POSITION) or [0, 0]

@@ -207,7 +207,7 @@ def test_one_training_at_a_time_has_a_folder(folder, monkeypatch):
                 pass
             assert f"in {lock}" in str(found.value)
             assert "remove" not in str(found.value)  # its holder lives
-            monkeypatch.setenv(files.LOCK_VARIABLE, "60")
+            monkeypatch.setenv("KERAS_DIST_LOCK_SECONDS", "60")
             threading.Timer(1, holder.kill).start()
             with folder.lock():  # waits for its end
                 monkeypatch.undo()

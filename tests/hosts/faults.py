@@ -93,7 +93,7 @@ class Training:
 def test_a_rank_that_is_stopped_is_named_with_exit_code_70(net, folder):
     """By the stall limit; its host answers all the time."""
     training = Training(net, folder, "--stall-limit", "15", pause=0.5)
-    (rank,) = net.processes("b", "monitor/", TRAIN)
+    _, rank = net.processes("b", "monitor/", TRAIN)  # behind its parent
     rank.send_signal(signal.SIGSTOP)
     code, _, lines = training.end()
     assert code == 70, lines

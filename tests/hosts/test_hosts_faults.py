@@ -66,14 +66,14 @@ def test_a_hosts_file_may_name_users_whose_home_is_their_own(net, shared):
     all_there(folder)
     assert (folder / "there.0.0").read_text() == "/somewhere"
     assert (folder / "there.0.1").read_text() == "/root"
-    (rank,) = net.processes("b", "monitor/", STUB)
+    _, rank = net.processes("b", "monitor/", STUB)  # behind its parent
     assert rank.environ()["MINE"] == "handed over"
     net.signal_command(process, signal.SIGINT)
     assert ended(process)[0] == 128 + signal.SIGINT
 
 
 def kill_command(net, name):
-    """Kill the command that ssh has started on a host, and not its reaper."""
+    """Kill the command that ssh has started on a host, and not ssh to another one."""
     commands = net.processes(name, "-m keras_dist run --over-ssh")
     min(commands, key=lambda command: command.create_time()).kill()
 

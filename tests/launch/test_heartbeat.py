@@ -22,8 +22,8 @@ def pass_time(first, seconds, *, beating):
     """So many seconds, in which these hosts send heartbeats; who was lost when."""
     lost = {}
     for second in range(1, seconds + 1):
-        beats = {f"job.beat.{k}": [first.nonce, second, seconds] for k in beating}
-        first._note(beats, 1.01)
+        beat = {"beat": [second, seconds]}
+        first._note({f"{first.nonce}.{k}": beat for k in beating}, 1.01)
         for number in first.lost:
             lost.setdefault(number, second)
     return lost
@@ -62,9 +62,9 @@ def gather_on_both(*values):
     return found
 
 
-@pytest.mark.parametrize("name", ["report.1", "report"])
+@pytest.mark.parametrize("name", ["0", "1"])
 def test_a_value_that_an_outage_has_lost_is_sent_again(monkeypatch, name):
-    """That of a host, and the result of all: `put` gives up before it is over."""
+    """That of a host, and, by the first one, the result of all."""
     request, counts = StoreClient._request, Counter()
 
     def fail(client, method, path, body=None):

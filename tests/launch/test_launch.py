@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -93,6 +94,63 @@ def test_a_stopped_launcher_takes_everything_with_it(tmp_path, left_behind, numb
     assert process.returncode == (-number if is_killed else 128 + number)
     if is_killed:
         until(lambda: not left_behind(), "the end of the ranks")
+
+
+# Stands for PID 1 of a container: it gets all orphans, and reaps none.
+_INIT = """
+import ctypes, subprocess, sys, time
+import psutil
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+job = subprocess.Popen(sys.argv[1:])
+print(job.pid, flush=True)
+code = job.wait()
+sys.stdin.readline()
+left, end = ["?"], time.monotonic() + 5
+while set(left) - {"zombie"} and time.monotonic() < end:
+    left = [each.status() for each in psutil.Process().children(recursive=True)]
+print(code, *left)
+"""
+
+# Each rank leaves a daemon without an environment, and a process that ends as one.
+_LEAVES = """
+import signal, subprocess, sys, time
+daemon = "trap '' HUP TERM INT; echo $$; while :; do sleep 1; done"
+subprocess.Popen(["env", "-i", "setsid", "sh", "-c", daemon])
+subprocess.run("sleep 0.1 &", shell=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(1000 if sys.argv[1].isdecimal() else 1)
+sys.exit({"ends": 0}.get(sys.argv[1], 3))
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", signal.SIGTERM, signal.SIGKILL])
+def test_daemons_without_environment_end_with_their_ranks(tmp_path, how):
+    """No zombie is left either, where PID 1 does not reap, as in a container."""
+    name = how if isinstance(how, str) else str(int(how))
+    init = write_script(tmp_path, _INIT, "init.py")
+    words = [
+        sys.executable,
+        init,
+        *RUN,
+        "-np",
+        2,
+        write_script(tmp_path, _LEAVES),
+        name,
+    ]
+    env = {"PYTHONPATH": PYTHONPATH, "KERAS_DIST_SAVE_SECONDS": "1"}
+    process = start(words, env=env, stdin=subprocess.PIPE)
+    job = int(process.stdout.readline())
+    daemons = [process.stdout.readline().split()[-1] for _ in range(2)]
+    daemons = [psutil.Process(int(pid)) for pid in daemons]
+    if name != how:
+        os.kill(job, how)
+    until(lambda: not any(each.is_running() for each in daemons), "the daemons' end")
+    stdout, stderr = process.communicate("\n", timeout=20)
+    code, *left = stdout.split()
+    expected = {"ends": 0, "fails": 3, signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
+    assert int(code) == expected, stderr
+    # Nobody waits for the children of a launcher that was killed.
+    assert left == [] if how != signal.SIGKILL else set(left) <= {"zombie"}
 
 
 _HANDLES = """
@@ -245,10 +303,31 @@ def test_a_job_outlives_its_terminal_where_the_user_says_so(tmp_path):
 
 
 def test_the_launcher_imports_no_tensorflow():
-    """With options of Python, too: it forks its reaper before the first thread."""
+    """With options of Python, too."""
     words = ["-B", "-X", "importtime", "-m", "keras_dist", "run", "--help"]
     done = launch([sys.executable, *words])
     assert "argparse" in done.stderr and "tensorflow" not in done.stderr
+
+
+_WRAPPED = """
+import os, subprocess, sys
+if sys.argv[1:]:  # as `conda run`, whose children inherit no descriptors
+    sys.exit(subprocess.run([sys.executable, __file__]).returncode)
+from keras_dist.launch.monitor import record
+record.here.enter("step", epoch=1, step=6)
+os._exit(3)
+"""
+
+
+def test_the_end_of_a_rank_is_known_behind_a_program_and_an_ignored_sigchld(tmp_path):
+    """Its place and exit code, where who starts the launcher ignores that signal."""
+    words = ["-np", 1, "sh", "-c", f"exec {sys.executable} $0 again"]
+    command = [*RUN, *words, write_script(tmp_path, _WRAPPED)]
+    ignores = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+    ignores += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    done = launch([sys.executable, "-c", ignores, *command[1:]])
+    assert done.returncode == 3, done.stderr
+    assert "rank 0 failed first, in step 7 of epoch 2." in done.stderr
 
 
 # What Python, or this package, ignores; whoever runs the tests may ignore others.
@@ -472,7 +551,7 @@ def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
         if fail:
             raise KeyError("tea")
         total = keras_dist.sum(of)
-        processes = psutil.Process(), psutil.Process(os.getppid())
+        processes = psutil.Process(), psutil.Process().parents()[1]  # the launcher
         found = [c for each in processes for c in each.net_connections("inet")]
         listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
         return keras_dist.rank(), total, listening

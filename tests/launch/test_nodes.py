@@ -108,23 +108,13 @@ def test_ctrl_c_of_a_command_that_waits_for_others_ends_soon(tmp_path):
         assert code == 130 and errors == "keras-dist: ended by SIGINT.\n"
 
 
-_SOON = """
-import sys
-import keras_dist.launch.job as job
-from keras_dist.__main__ import main
-job._TIMEOUT = 1.0
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_who_is_missing_is_said(tmp_path):
+def test_who_is_missing_is_said():
     """When the time is over, by the number of the host."""
     port = free_port()
-    command = [sys.executable, write_script(tmp_path, _SOON, "keras-dist"), "run"]
-    command += ["--nnodes", 3, "--rdzv", f"127.0.0.1:{port}", "--node-rank"]
+    command = [*RUN, "--nnodes", 3, "--rdzv", f"127.0.0.1:{port}", "--node-rank"]
     messages = "missing: host 1, 2", f"cannot reach 127.0.0.1:{port}"
     for number, message in enumerate(messages):
-        env = {"PYTHONPATH": PYTHONPATH, **SECRET}
+        env = {"PYTHONPATH": PYTHONPATH, **SECRET, "KERAS_DIST_HOSTS_SECONDS": "1"}
         done = launch([*command, number, "-m", "this"], timeout=60, env=env)
         assert done.returncode == 1
         assert message in done.stderr

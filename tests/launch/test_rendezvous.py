@@ -11,6 +11,8 @@ import pytest
 from forked import torchrun
 from launch import MISBEHAVES
 
+SHORT = {"KERAS_DIST_RANKS_SECONDS": "2"}
+
 # Prints the weights' digest: the same for all launchers, and on all ranks.
 TRAIN = """
 import hashlib, os, random
@@ -97,9 +99,6 @@ def test_ranks_meet_and_train_one_model(run_ranks, variables):
     assert lines[1].split()[3:5] == local
 
 
-SHORT = "import keras_dist.comm.rendezvous as r; r._TIMEOUT = 2.0\n" + TRAIN
-
-
 def disagree(rank, size, port):
     """Rank 1 was started with another size."""
     return torchrun(rank, size, port) | {"WORLD_SIZE": str(size + rank)}
@@ -123,7 +122,7 @@ def disagree(rank, size, port):
 )
 def test_ranks_that_cannot_meet_are_an_error(run_ranks, variables, ranks, size, texts):
     """On every rank that has come."""
-    for code, out in run_ranks(variables, ranks, size, SHORT):
+    for code, out in run_ranks(variables, ranks, size, TRAIN, env=SHORT):
         assert code == 1
         for text in texts:
             assert text.replace("2 on ", f"2 on {socket.gethostname()}") in out, out
@@ -135,7 +134,7 @@ def test_a_port_in_use_is_an_error_that_names_it(run_ranks):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        [(code, out)] = run_ranks(tf_config, [0], 2, SHORT, port=port)
+        [(code, out)] = run_ranks(tf_config, [0], 2, TRAIN, port=port)
     assert code == 1 and f"cannot listen at 127.0.0.1:{port}." in out, out
 
 
@@ -172,9 +171,7 @@ def test_a_rank_that_fails_is_named_on_the_others_and_to_torchrun(
 DIES = (
     """
 import os
-from keras_dist.launch import meeting
 from keras_dist.launch.meeting import Meeting
-meeting.LOST_SECONDS = 3.0
 def die(meeting, *_):
     if len(meeting.find("join")) > 1:
         os._exit(9)
@@ -190,7 +187,8 @@ if os.environ["RANK"] == "0":
 def test_a_first_rank_that_ends_before_all_have_come_is_named(run_ranks):
     """Within seconds, on a rank that waits for its answer."""
     begin = time.monotonic()
-    (first, _), (code, out) = run_ranks(torchrun, [0, 1], 3, DIES)
+    env = {"KERAS_DIST_LOST_SECONDS": "3"}
+    (first, _), (code, out) = run_ranks(torchrun, [0, 1], 3, DIES, env=env)
     assert (first, code) == (9, 1)
     assert "The first rank was lost" in out, out
     assert time.monotonic() - begin < 60

@@ -1,8 +1,8 @@
 """Run the user's script in a rank, and write a report for the launcher if it fails.
 
-`keras-dist run` starts this file by its path, and this file runs the user's script. It
-imports nothing but the standard library, so that it sees every error of the script,
-also one of the first import.
+`keras-dist run` starts this file by its path. It forks the rank, which runs the user's
+script, and ends what the rank leaves behind. It imports nothing but the standard
+library, so that it sees every error of the script, also one of the first import.
 """
 
 import contextlib
@@ -23,9 +23,10 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-# The launcher sets this variable to the path of the report file: an error is a line of
-# JSON, of which the first counts; after a crash it has Python's stacks.
-REPORT_VARIABLE = "KERAS_DIST_REPORT"
+# The launcher sets this variable to the path of the rank's record, a file without a
+# name: where the rank is (`record.py`), and behind these bytes why it fails. An error
+# is a line of JSON, of which the first counts; after a crash there are Python's stacks.
+RECORD, POSITION_BYTES = "KERAS_DIST_RECORD", 152
 
 # If this variable is set, a rank that has written a report does not print its error:
 # the launcher prints the first error, and one line for each other rank.
@@ -62,7 +63,23 @@ _FROM_ANOTHER_RANK = (
 )
 _COLLECTIVES = ("tensorflow", "horovod", "keras_dist")
 _RANK_ERROR = ("keras_dist.errors", "RankError")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+# Seconds in which all that a rank leaves has to end by SIGKILL.
+_KILL_SECONDS = 3.0
+
+
+def _find_record() -> str | None:
+    """Return the path of this rank's record; `None` where there is none."""
+    path = os.environ.get(RECORD, "")
+    with contextlib.suppress(OSError):
+        # Never a file with a name: in a container another one may have this path.
+        if os.stat(path).st_nlink == 0:
+            return path
+    return None
+
+
+record_path = _find_record()
 
 
 def write_report(summary: str, text: str, code: int, **flags: bool) -> None:
@@ -70,12 +87,11 @@ def write_report(summary: str, text: str, code: int, **flags: bool) -> None:
 
     Only the first one counts; later errors are not the cause.
     """
-    path = os.environ.get(REPORT_VARIABLE)
-    if not path:
+    if record_path is None:
         return
     report = {"time": time.time(), "code": code, "summary": summary, "text": text}
     line = f"{json.dumps(report | flags)}\n".encode()
-    with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+    with contextlib.suppress(OSError), open(record_path, "ab", buffering=0) as file:
         file.write(line)  # at once: two threads may fail
 
 
@@ -121,20 +137,62 @@ def _own(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    path = os.environ.get(REPORT_VARIABLE)
-    has_report = path is not None and os.path.getsize(path) > 0
+    has_report = record_path and os.path.getsize(record_path) > POSITION_BYTES
     is_ctrl_c = issubclass(kind, KeyboardInterrupt)  # with `--log-dir`, too
     if not (has_report and (is_ctrl_c or os.environ.get(QUIET))):
         error.__traceback__ = _own(trace)  # which the hook prints, not its argument
         sys.__excepthook__(kind, error, error.__traceback__)
 
 
-def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, for whatever reason."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends in any way."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it has ended before the call of prctl
         os._exit(1)
+
+
+def _fork_rank(launcher: int) -> None:
+    """Fork the rank, and return there; this process ends all that the rank leaves.
+
+    It adopts what the rank and its children leave, daemons too, and ends with the
+    rank's exit code, or 128 + the number of the signal that ended it. It passes SIGTERM
+    on to the rank, and SIGINT to its session; at SIGHUP, and at the launcher's end, it
+    kills all.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    end_with(launcher, signal.SIGHUP)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    parent, rank = os.getpid(), os.fork()
+    if rank == 0:
+        os.setsid()
+        end_with(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+
+    def pass_on(number: int, frame: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGINT:  # as from a terminal
+                os.killpg(rank, number)
+            else:
+                os.kill(rank, signal.SIGKILL if number == signal.SIGHUP else number)
+
+    passed_on = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    for number in passed_on:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+    ended = status = 0
+    while ended != rank:
+        ended, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    end = time.monotonic() + _KILL_SECONDS
+    with contextlib.suppress(ChildProcessError):  # all have ended
+        while time.monotonic() < end:  # what ends leaves its children to this process
+            for child in Path("/proc/thread-self/children").read_text().split():
+                with contextlib.suppress(PermissionError):  # of another account: `sudo`
+                    os.kill(int(child), signal.SIGKILL)
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def seed_generators(job: str = "") -> None:
@@ -160,20 +218,21 @@ def seed_generators(job: str = "") -> None:
 
 def _leave_rank() -> None:
     """In a process that the rank has forked: what happens here is not its failure."""
-    os.environ.pop(REPORT_VARIABLE, None)
+    global record_path
+    record_path = None
     faulthandler.disable()
 
 
 def main(arguments: list[str]) -> None:
-    """Run the user's command in this process.
+    """Run the user's command in a process of its own.
 
     Args:
         arguments: Process id of the launcher, kind of the command ("script", "module"
             or "program"), and the words of the command.
     """
-    parent, kind, *command = arguments
-    end_with(int(parent))
-    # It signals all processes, also the launcher's. A program ignores that signal if
+    launcher, kind, *command = arguments
+    _fork_rank(int(launcher))
+    # SLURM signals all processes, also the launcher. A program ignores that signal if
     # this process does; what a script starts does not.
     is_program, nothing = kind == "program", lambda *_: None
     if "SLURM_JOB_ID" in os.environ:
@@ -184,8 +243,8 @@ def main(arguments: list[str]) -> None:
         os.execvp(command[0], command)
     if paths := os.environ.pop(PATHS, None):
         sys.path[1:] = paths.split(os.pathsep)
-    if path := os.environ.get(REPORT_VARIABLE):
-        faulthandler.enable(open(path, "a"))  # noqa: SIM115
+    if record_path:
+        faulthandler.enable(open(record_path, "a"))  # noqa: SIM115
     sys.excepthook = _print
     os.register_at_fork(after_in_child=_leave_rank)
     sys.argv = command

@@ -6,16 +6,14 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
-# Number of changes, epoch, step, phase, collective.
+from keras_dist.launch.monitor.rank_process import POSITION_BYTES, RECORD, record_path
+
+# The fields of `RankPosition`.
 _LAYOUT = struct.Struct("<qqq24s104s")
-EMPTY = bytes(_LAYOUT.size)
-
-# `keras-dist run` sets this variable to the path of the record file. So it can read the
-# record even when this process was killed.
-VARIABLE = "KERAS_DIST_RECORD"
+EMPTY = bytes(POSITION_BYTES)
 
 
 @dataclass(frozen=True)
@@ -70,17 +68,15 @@ class Record:
     """The record of this rank, which it writes and other processes can read.
 
     Args:
-        path: A file that the launcher made; the record is kept in memory by default,
-            and where this process does not see that file, as in some containers.
+        path: A file that the launcher made, and reads even when this process was
+            killed; by default the record is kept in memory.
     """
 
     def __init__(self, path: str | None = None) -> None:
-        self._buffer: mmap.mmap | bytearray = bytearray(_LAYOUT.size)
-        # Never a file with a name, which has the same path in such a container.
-        with contextlib.suppress(OSError):
-            if path and os.stat(path).st_nlink == 0:
-                with open(path, "r+b") as file:
-                    self._buffer = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self._buffer: mmap.mmap | bytearray = bytearray(POSITION_BYTES)
+        if path:
+            with open(path, "r+b") as file:
+                self._buffer = mmap.mmap(file.fileno(), POSITION_BYTES)
         self.position = RankPosition()  # that was written last
         self.is_alone = False  # others wait for what this rank alone does
         # The thread that trains: Ray Train's is not the main one.
@@ -90,43 +86,39 @@ class Record:
         """Record that this rank enters a phase, by default of the same epoch."""
         self.thread = threading.get_ident()
         epoch = self.position.epoch if epoch is None else epoch
-        self._write(phase, epoch, step, "")
+        self._write(epoch=epoch, step=step, phase=phase, collective="")
 
     @contextlib.contextmanager
     def wait_in(self, collective: str) -> Iterator[None]:
         """Context manager in which this rank waits in a collective, by its record."""
-        before = self.position
-        self._write(before.phase, before.epoch, before.step, collective)
+        self._write(collective=collective)
         try:
             yield
         finally:
-            self._write(before.phase, before.epoch, before.step, "")
+            self._write(collective="")
 
     def detach(self) -> None:
         """Write from now on to memory of this process alone."""
         self._buffer = bytearray(self._buffer)
 
-    def _write(self, phase: str, epoch: int, step: int, collective: str) -> None:
+    def _write(self, **values: Any) -> None:
         changes = self.position.changes + 1
-        self.position = RankPosition(changes, epoch, step, phase, collective)
-        _LAYOUT.pack_into(
-            self._buffer,
-            0,
-            changes,
-            epoch,
-            step,
-            phase.encode(),
-            collective.encode(errors="replace"),
-        )
+        self.position = replace(self.position, changes=changes, **values)
+        *numbers, phase, collective = vars(self.position).values()
+        names = (name.encode(errors="replace") for name in (phase, collective))
+        _LAYOUT.pack_into(self._buffer, 0, *numbers, *names)
 
 
-def read(path: str | os.PathLike[str]) -> RankPosition:
-    """Read the record of another process, whose file was `EMPTY` at first."""
-    *numbers, phase, collective = _LAYOUT.unpack(Path(path).read_bytes())
+def read(descriptor: int) -> tuple[RankPosition, str]:
+    """Read the record of a rank, which was `EMPTY` at first, and its report."""
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    *numbers, phase, collective = _LAYOUT.unpack_from(content)
     names = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
-    return RankPosition(*numbers, *names)
+    report = content[POSITION_BYTES:].decode(errors="replace")
+    return RankPosition(*numbers, *names), report
 
 
 # Of this process alone: those that it starts or forks are elsewhere.
-here = Record(os.environ.pop(VARIABLE, None))
+here = Record(record_path)
+os.environ.pop(RECORD, None)
 os.register_at_fork(after_in_child=here.detach)

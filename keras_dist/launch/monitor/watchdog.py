@@ -15,19 +15,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from keras_dist.errors import read_number
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.launch.monitor import rank_process, record
 from keras_dist.launch.monitor.end_note import note_end
 from keras_dist.launch.store import find_store
+from keras_dist.launch.time_limits import STALL, TimeLimits
 from keras_dist.lines import is_users
-
-VARIABLE = "KERAS_DIST_STALL_SECONDS"
-_DEFAULT_LIMIT = 120.0
-
-# The limit while a rank runs what others wait for: a callback or a block of the first
-# rank, which may upload a file, or read one that is not yet there.
-_ALONE_VARIABLE, _DEFAULT_ALONE_LIMIT = "KERAS_DIST_FIRST_RANK_SECONDS", 3600.0
 
 # The exit code of a rank that ends the job: EX_SOFTWARE of sysexits.h. (75 is the exit
 # code of a rank that was asked to end and has saved a checkpoint.)
@@ -90,7 +83,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         super().__init__(name="keras_dist.monitor", daemon=True)
         self._rank, self._size, self._limit = rank, size, limit
-        alone = read_limit(_ALONE_VARIABLE, _DEFAULT_ALONE_LIMIT)
+        alone = TimeLimits().first_rank
         self._alone_limit = max(limit, alone or float("inf"))
         self._ignored_threads = set(ignored_threads)
         # In which the ranks keep their heartbeats; with `None` each rank knows only
@@ -233,8 +226,9 @@ class Watchdog(threading.Thread):
 
     def _end(self, own: dict[str, Any], rank_lines: list[str]) -> None:
         """Print where every rank is and the stacks of this one, and exit."""
-        is_long = own["idle"] > self._alone_limit
-        limit = self._alone_limit if is_long else self._limit
+        limit, variable = self._limit, STALL
+        if own["idle"] > self._alone_limit:
+            limit, variable = self._alone_limit, "KERAS_DIST_FIRST_RANK_SECONDS"
         message = f"no rank has made progress for {limit:g} s"
         head = [
             f"keras_dist: {message}, and the job ends. Rank {self._rank} is "
@@ -243,8 +237,7 @@ class Watchdog(threading.Thread):
         ]
         advice = (
             "If the ranks were working, raise the limit: "
-            f"{_ALONE_VARIABLE if is_long else VARIABLE}={5 * limit:g}, or 0 for no "
-            "limit."
+            f"{variable}={5 * limit:g}, or 0 for no limit."
         )
         printed = "\n".join([*head, self._format_stacks(), advice, ""])
         os.write(2, printed.encode(errors="replace"))
@@ -339,29 +332,12 @@ def _read(path: Path) -> str:
         return ""
 
 
-def read_limit(variable: str = VARIABLE, default: float = _DEFAULT_LIMIT) -> float:
-    """Return the seconds without progress after which the job ends; 0 for no limit.
-
-    Raises:
-        ValueError: If the variable holds no number of at least 0.
-    """
-    value = os.environ.get(variable, default)
-    return read_number(value, name=variable, unit="seconds without progress")
-
-
-def set_limit(argument: float | None) -> None:
-    """Set the limit to what the user passed, before `start`; `None` changes nothing."""
-    if argument is not None:
-        limit = read_number(argument, name="stall_limit", unit="seconds")
-        os.environ[VARIABLE] = str(limit)
-
-
 def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
     """Watch this rank and note what ends it, if there are others; see `Watchdog`."""
     if size == 1:
         return
     note_end(rank)
-    limit = read_limit()
+    limit = TimeLimits().stall
     if limit:
         watchdog = Watchdog(
             rank=rank, size=size, limit=limit, ignored_threads=ignored_threads
