@@ -93,10 +93,7 @@ def reuse_train_function(model: Any) -> None:
         session.rates,
         optimizers_of(model),
         averaging_of(model),
-        session.knows_rows,
         session.may_read_on,
-        session.feed.is_marked,
-        session.feed.is_strided,
         session.feed.class_weight,
     )
     function = session.traced.find_train_function(session.options)
