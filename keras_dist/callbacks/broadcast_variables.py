@@ -47,7 +47,7 @@ class BroadcastVariables(FitCallback):
         if getattr(model, "optimizer", None) is not None:
             move_to_outermost(model.optimizer)
         # First, so that the other hooks see the state that all ranks start from.
-        session_of(model).call_at_start(self.broadcast, index=0)
+        session_of(model).call_at_start(self.broadcast, is_first=True)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # If the first rank has restored a backup, all ranks start at its epoch.

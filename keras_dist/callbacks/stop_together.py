@@ -13,9 +13,9 @@ class StopTogether(FitCallback):
     """Stops all ranks after the same step when any rank sets `model.stop_training`.
 
     If one rank stopped alone, the others would wait for it in the next collective. So
-    `model.stop_training = True` on one rank is a stop request. Stop requests are summed
-    over the ranks together with the gradients of the next update; after that step, all
-    ranks stop. At the end of an epoch, they are summed at once.
+    `model.stop_training = True` on one rank is a stop request. It is sent to all ranks
+    with the gradients of the next update; after that step, all ranks stop. At the end
+    of an epoch, this callback sends it at once.
 
     Position in the list: last, after every callback that may request a stop.
 

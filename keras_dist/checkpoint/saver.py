@@ -138,12 +138,9 @@ class Saver(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         session = session_of(model)
-        # Around the broadcast, which is the first of all: what the first rank holds is
-        # restored before it is copied, and what each has of its own behind it.
-        session.call_at_start(self._restore_shared, index=0)
-        index = 1 if comm.size() == 1 else 2
-        session.call_at_start(self._restore_own, index=index)
-        session.call_at_start(self._restore_rates)
+        # What the first rank holds is restored before it is copied.
+        session.call_at_start(self._restore_shared, is_first=True)
+        session.call_at_start(self._restore_own)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         saved = self._resume.saved
@@ -287,7 +284,10 @@ class Saver(keras.callbacks.Callback):
                 saved.arrays.clear()
 
     def _restore_own(self) -> None:
-        """Restore the state of this rank that differs from the first rank's."""
+        """Restore the state of this rank that differs from the first rank's, and rates.
+
+        These were scaled for the current size before.
+        """
         saved = self._resume.saved
         if saved is None:
             return
@@ -298,15 +298,9 @@ class Saver(keras.callbacks.Callback):
             states.restore_random(self._own(saved)["random"])
         elif self._random is not None:
             states.restore_random(self._random)
-
-    def _restore_rates(self) -> None:
-        """Restore the learning rates, after they were scaled for the current size."""
-        saved = self._resume.saved
-        if saved is not None:
-            before, now = saved.warmup_steps, self._setup.warmup_steps
-            pairs = zip(leaves_of(self.model), saved.rates, strict=True)
-            for leaf, progress in pairs:
-                restore_rate_progress(leaf, progress, now / before if before else 1)
+        before, now = saved.warmup_steps, self._setup.warmup_steps
+        for leaf, progress in zip(leaves_of(self.model), saved.rates, strict=True):
+            restore_rate_progress(leaf, progress, now / before if before else 1)
 
     def _restore_callbacks(self, saved: Saved) -> None:
         # This rank's own state of a callback, else the first rank's.

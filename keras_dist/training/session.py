@@ -268,10 +268,12 @@ class Session:
         """The data that may hold an error which the user's data raised."""
         return [self.feed, self.validation, self.evaluation or ALONE]
 
-    def call_at_start(self, hook: Callable[[], None], *, index: int = -1) -> None:
-        """Add a hook behind `index` others, or behind all, unless it is there."""
+    def call_at_start(
+        self, hook: Callable[[], None], *, is_first: bool = False
+    ) -> None:
+        """Add a hook before or behind all others, unless it is there."""
         if hook not in self.hooks:
-            self.hooks.insert(len(self.hooks) if index < 0 else index, hook)
+            self.hooks.insert(0 if is_first else len(self.hooks), hook)
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data begin an epoch."""
