@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +141,7 @@ class _Rank:
 def _start(command: Command, slot: Slot, variables: Mapping[str, str]) -> _Rank:
     """Start a rank, as a child of a small process that ends all it has started."""
     threads = len(os.sched_getaffinity(0)) // int(slot["HOROVOD_LOCAL_SIZE"])
-    (file := _make_file()).write(record.EMPTY)
+    (file := record.make_file()).write(record.EMPTY)
     environment = {
         **dict.fromkeys(_THREADS, str(max(1, threads))),
         "TF_CPP_MIN_LOG_LEVEL": "1",  # no information
@@ -150,9 +149,7 @@ def _start(command: Command, slot: Slot, variables: Mapping[str, str]) -> _Rank:
         "PYTHONUNBUFFERED": "1",
         **variables,
         **slot,
-        # By the descriptor of this process: no other account can open it, and
-        # subprocesses, as of `conda run`, inherit none.
-        rank_process.RECORD: f"/proc/{os.getpid()}/fd/{file.fileno()}",
+        rank_process.RECORD: record.name_file(file),
         **({} if command.log_dir else {rank_process.QUIET: "1"}),
     }
     runner = [sys.executable, rank_process.__file__, str(os.getpid())]
@@ -190,13 +187,6 @@ def _end(
         except subprocess.TimeoutExpired:
             process.kill()
     output.close()
-
-
-def _make_file() -> IO[bytes]:
-    """Make a file in memory, without a name."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("keras_dist"), "r+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)  # as where Python is that of Conda
 
 
 def _describe_code(code: int) -> str:

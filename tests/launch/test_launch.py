@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -568,10 +569,16 @@ def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
 
 
 def test_a_rank_of_a_function_passes_no_paths_on(tmp_path, monkeypatch):
-    """To another version of Python, say; it finds what this process does."""
+    """To another version of Python, say; it finds what this process does.
+
+    Neither does it leave a file, where a notebook is killed.
+    """
     write_script(tmp_path, "word = 'tea'", "of_this_test.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
 
     def look():
         import subprocess  # noqa: PLC0415
@@ -579,9 +586,10 @@ def test_a_rank_of_a_function_passes_no_paths_on(tmp_path, monkeypatch):
         import of_this_test  # noqa: PLC0415
 
         shown = subprocess.run(["env"], capture_output=True, text=True).stdout
-        return of_this_test.word, [line for line in shown.split() if "PATH" in line]
+        lines = [line for line in shown.split() if "PATH" in line]
+        return of_this_test.word, lines, os.listdir(os.environ["TMPDIR"])
 
     look.__module__ = "__main__"
-    [(word, lines)] = keras_dist.run(look, np=1)
-    assert word == "tea" and f"PYTHONPATH={PYTHONPATH}" in lines
+    [(word, lines, files)] = keras_dist.run(look, np=1)
+    assert word == "tea" and f"PYTHONPATH={PYTHONPATH}" in lines and files == []
     assert not any(str(tmp_path) in line for line in lines)
