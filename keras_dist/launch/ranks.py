@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM
+from signal import SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 from typing import IO
 
 from keras_dist.launch.failures import RankEnd, Report
@@ -29,8 +29,8 @@ _GRACE = 3.0
 # SIGKILL.
 _END_SECONDS, _KILL_SECONDS, _TICK = 2.0, 5.0, 0.1
 
-# Signals that stop a job; and what ends the ranks where others have failed.
-_STOPS, FAILED = (SIGINT, SIGTERM, SIGHUP), -1
+# What ends the ranks where others have failed, in place of a signal.
+FAILED = -1
 
 # Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -200,15 +200,16 @@ def _describe_code(code: int) -> str:
     return f"was ended by {name}{hint if is_killed else ''}"
 
 
-def note_signals(*others: signal.Signals) -> list[int]:
+def note_signals() -> list[int]:
     """Return a list to which signals that stop a job are appended from now on.
 
-    They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process. By
-    `nohup` it ignores SIGHUP.
+    They are Ctrl-C, SIGTERM, SIGHUP and, under SLURM, SIGUSR1; they do not end this
+    process. By `nohup` it ignores SIGHUP.
     """
     signal.signal(SIGCHLD, signal.SIG_DFL)  # ignored, it would hide all exit codes
     stopped: list[int] = []
-    for number in (*_STOPS, *others):
+    slurm = [SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
+    for number in (SIGINT, SIGTERM, SIGHUP, *slurm):
         if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: stopped.append(number))
     return stopped

@@ -452,6 +452,33 @@ def test_ranks_of_several_hosts_are_one_job(tmp_path, left_behind):
     assert "Rank 0 on a was" in report
 
 
+_SAVES_AND_ENDS = """
+import signal, time
+class SavedExit(SystemExit):
+    pass
+def save(*_):
+    raise SavedExit(75)
+signal.signal(signal.SIGTERM, save)
+print("there", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_sigusr1_of_slurm_asks_the_ranks_of_all_hosts_to_save(tmp_path, left_behind):
+    """Where the command with `-H` is in a batch script."""
+    path = stand_in(tmp_path, 'exec sh -c "$3"\n')
+    hosts = ["-H", "a:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
+    words = [*RUN, *hosts, write_script(tmp_path, _SAVES_AND_ENDS)]
+    env = {"PYTHONPATH": PYTHONPATH, "PATH": path, "SLURM_JOB_ID": "7"}
+    process = start(words, env=env)
+    for _ in range(2):
+        assert process.stdout.readline().endswith("there\n")
+    process.send_signal(signal.SIGUSR1)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert "ended by SIGUSR1; the ranks ended together" in stderr
+
+
 def test_a_host_that_cannot_be_reached_is_named(tmp_path, left_behind):
     """And the ranks of the others end."""
     hosts = ["-H", "localhost:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
