@@ -92,6 +92,7 @@ def run_ranks(
     output, save_seconds = Output(command.log_dir), TimeLimits().save
     ranks: list[_Rank] = []
     failed_at = None
+    rank_process.adopt_orphans()  # where the parent of a rank is killed
     try:
         for slot in slots:
             ranks.append(rank := _start(command, slot, variables))
@@ -186,6 +187,7 @@ def _end(
             process.wait(_KILL_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
+    rank_process.end_children()
     output.close()
 
 
