@@ -99,12 +99,10 @@ def run_ranks(
             output.add(rank.number, rank.process.stdout, rank.process.stderr)
         while not stop() and not all(rank.ended for rank in ranks):
             output.pass_on(_TICK)
-            now = time.monotonic()
-            if any(
-                [rank.find_end().code for rank in ranks]
-            ):  # the end of each is noted
-                failed_at = failed_at or now
-                if now - failed_at > _GRACE:
+            ends = [rank.find_end() for rank in ranks]
+            if any(end.code for end in ends):
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at > _GRACE:
                     break
         ends = [rank.find_end() for rank in ranks]
     finally:
