@@ -18,7 +18,11 @@ _ONE = [file for file in FILES if file.stem == "test_equivalence"]
     [
         pytest.param(1, _ONE, "keras-dist", id="1-one"),
         pytest.param(1, FILES, "keras-dist", id="1-all", marks=pytest.mark.long),
-        pytest.param(2, FILES, "horovodrun", id="2-all"),
+        # A process gets slower with each test, since TensorFlow keeps their functions.
+        *(
+            pytest.param(2, FILES[part::3], "horovodrun", id=f"2-part-{part}")
+            for part in range(3)
+        ),
         pytest.param(3, FILES, "keras-dist", id="3-all"),
     ],
 )

@@ -55,18 +55,6 @@ class BroadcastVariables(FitCallback):
         if epoch is not None:
             setattr(self.model, private.INITIAL_EPOCH, epoch)
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        if comm.size() > 1 and not session_of(self.model).has_run:
-            raise RuntimeError(
-                "A batch was trained on without the `train_step` of the model's class, "
-                "so the ranks do not have the same weights. Received: "
-                f"{_describe_override(self.model)}. Define `train_step` in the class, "
-                "and let `make_train_function` return a new function that calls "
-                "`self.train_step`."
-            )
-
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         has_started = comm.size() == 1 or session_of(self.model).has_started
         if not has_started and any(comm.gather(self.model.built)):
@@ -98,12 +86,6 @@ class BroadcastVariables(FitCallback):
         received = comm.broadcast(states)
         for variable, value in zip(seeds, received, strict=True):
             variable.assign(_derive_rank_seed(value, comm.rank()))
-
-
-def _describe_override(model: Any) -> str:
-    if "train_step" in vars(model):
-        return f"{model.name!r} with a `train_step` that was set on the object"
-    return f"{model.name!r} with a `make_train_function` of its own"
 
 
 def build_optimizers(model: Any) -> None:

@@ -18,6 +18,7 @@ from keras_dist.callbacks.broadcast_variables import build_optimizers, state_var
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
 from keras_dist.checkpoint.states import CallbackStates
+from keras_dist.data.batch_rows import batch_of
 from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
 from keras_dist.launch.monitor.rank_process import record_path
@@ -335,8 +336,7 @@ class Saver(keras.callbacks.Callback):
         Else the first step builds and restores it, but for its learning rates.
         """
         model, session = self.model, session_of(self.model)
-        spec = getattr(self._feed.data, "element_spec", None)
-        spec = spec[0] if session.feed.is_marked and spec else spec
+        spec = batch_of(getattr(self._feed.data, "element_spec", None))
         if losses.is_keras_method(model, "train_step"):
             build.build_early(model, spec)
         if all(comm.gather(states.describe_model(model) == saved.model)):
@@ -351,7 +351,7 @@ class Saver(keras.callbacks.Callback):
         """Restore the model at once, because no epoch is left and so no first step."""
         model, session, feed = self.model, session_of(self.model), self._feed
         if feed.division is not None:
-            batch, _ = session.split_mark(Source(feed.data).first(1)[0])
+            batch, _ = session.split_data(Source(feed.data).first(1)[0])
         elif not model.built:
             raise ValueError(
                 "The training is finished, and there is no data to build the model "

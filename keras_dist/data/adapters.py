@@ -12,12 +12,14 @@ import keras
 import tensorflow as tf
 
 from keras_dist.data.arrays import Arrays, draw_keras_order, is_arrays, read_rows
-from keras_dist.data.dealer import Dealer, add_mark
+from keras_dist.data.batch_rows import BatchRows, num_rows, put_beside
+from keras_dist.data.dealer import Dealer
 from keras_dist.data.division import (
     Division,
     ShardSpec,
     check_count,
     divide_batch,
+    limit_steps,
     no_data,
 )
 from keras_dist.data.feed import Feed
@@ -61,7 +63,7 @@ def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) ->
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
     name = "steps_per_epoch"
-    before = given[name]
+    before = limit_steps(given[name])
     given = given | {name: spec.scale_steps(steps_rule, before, name=name)}
     rows = Rows(
         "arrays",
@@ -132,8 +134,8 @@ def _feed_arrays(
         "the batch size": batch_size,
         "the steps of an epoch": division.steps,
     }
-    shuffle, is_marked = given["shuffle"], division.has_empty_parts
-    fixed, inside = None, division.global_batch if shuffle == "batch" else None
+    shuffle, fixed = given["shuffle"], None
+    inside = division.global_batch if shuffle == "batch" else None
     # Resumed in the middle of a batch: the batches before had another size.
     is_other = inside is not None and division.begin % inside > 0
     if shuffle and spec.keras_seed is not None and not is_other:
@@ -147,7 +149,6 @@ def _feed_arrays(
         shuffle=shuffle,
         seed=spec.seed,
         fixed=fixed,
-        is_marked=is_marked,
     )
     return Feed(
         data=dataset,
@@ -162,8 +163,6 @@ def _feed_arrays(
         source=arrays,
         division=division,
         epoch=epoch,
-        is_marked=is_marked,
-        is_strided=True,
         is_exact=not division.is_within_epoch,
         class_weight=given["class_weight"],
         facts=facts,
@@ -224,7 +223,6 @@ def _feed_batches(
             "`class_weight`": given["class_weight"],
             "whether the data can be read from the middle": division is not None,
         },
-        is_strided=presharded is not None or is_shared,
     )
 
 
@@ -250,7 +248,7 @@ def validation_feed(
         ValueError: If there is no row, or `steps` is unusable.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    name = f"{prefix}steps"
+    name, steps = f"{prefix}steps", limit_steps(steps)
     own_steps = spec.scale_steps(steps_rule, steps, name=name)
     if batch_size is not None:
         batch_size = check_count(f"{prefix}batch_size", batch_size)
@@ -299,13 +297,13 @@ def validation_feed(
     batch_size = batch_size or per_step
     in_pass = -(-arrays.num_rows // batch_size)
     total = min(in_pass, (own_steps or in_pass) * spec.batches_per_step)
-    has_rows = spec.rank < total
-    dealer = Dealer(spec.rank if has_rows else 0, spec.size, is_training=False)
+    dealer = Dealer(spec.rank, spec.size, is_training=False)
+    if spec.rank >= total:
+        dealer = replace(dealer, rank=0, is_copy=True)
     is_even = arrays.num_rows % batch_size == 0  # the shape then has the rows
     indices = tf.data.Dataset.range(arrays.num_rows)
     indices = indices.batch(batch_size, drop_remainder=is_even).take(total)
-    data = arrays.read(dealer.deal(indices, is_marked=False))
-    data = data.prefetch(tf.data.AUTOTUNE)
+    data = arrays.read(dealer.deal(indices)).prefetch(tf.data.AUTOTUNE)
     return Feed(
         data=data,
         plan=replace(
@@ -319,7 +317,6 @@ def validation_feed(
         ),
         arguments=dict.fromkeys(pieces) | {"x": data},
         source=arrays,
-        has_rows=has_rows,
         facts={"the number of validation rows": arrays.num_rows},
     )
 
@@ -420,25 +417,22 @@ def adapt_batches(
         return Feed(data=source.data, length=source.length)
     splits = spec.is_global and is_training
     dealer = Dealer(spec.rank, spec.size, is_training, splits)
-    has_rows = True
-    if not splits and not (has_rows := _check_batches(source, dealer, limit)):
+    if not splits and not _check_batches(source, dealer, limit):
         # As the first rank does: a pass of data that is also trained on changes what
         # comes in the next one.
-        dealer = replace(dealer, rank=0)
+        dealer = replace(dealer, rank=0, is_copy=True)
     if source.kind == "sequence":
         own = ShardedSequence(source, dealer, spec, limit=limit, shuffle=shuffle)
-        feed = Feed(
+        count = own.num_batches
+        return Feed(
             data=own,
-            length=math.inf if own.num_batches is None else own.num_batches,
+            length=math.inf if count is None else count,
             epoch=own,
             division=own.division,
-            is_marked=own.is_marked,
         )
-    elif source.kind == "dataset" and source.length is not None:
-        feed = _adapt_dataset(source, spec, dealer, keeps_position, limit)
-    else:
-        feed = _adapt_stream(source, spec, dealer, limit)
-    return replace(feed, has_rows=has_rows)
+    if source.kind == "dataset" and source.length is not None:
+        return _adapt_dataset(source, spec, dealer, keeps_position, limit)
+    return _adapt_stream(source, spec, dealer, limit)
 
 
 def describe_sharding(source: Source, spec: ShardSpec, *, is_training: bool) -> str:
@@ -477,8 +471,7 @@ def _adapt_stream(
     source: Source, spec: ShardSpec, dealer: Dealer, limit: int | None = None
 ) -> Feed:
     reader = StreamReader(source, spec, dealer, limit=limit)
-    data = reader.dataset()
-    return Feed(data=data, reader=reader, is_marked=reader.is_marked)
+    return Feed(data=reader.dataset(), reader=reader)
 
 
 def _adapt_dataset(
@@ -490,12 +483,9 @@ def _adapt_dataset(
 ) -> Feed:
     data = source.data if limit is None else first_steps(source.data, limit)
     length = finite_or_none(count_batches(data))
-    is_marked = dealer.is_marked(length, is_resumed=spec.position is not None)
-    whole = dealer.deal(data, is_marked=is_marked)
+    whole = dealer.deal(data)
     steps = math.inf if length is None else dealer.num_steps(length)
-    feed = Feed(
-        data=whole.prefetch(tf.data.AUTOTUNE), length=steps, is_marked=is_marked
-    )
+    feed = Feed(data=whole.prefetch(tf.data.AUTOTUNE), length=steps)
     if length is None or not keeps_position:
         return feed
     division = Division.of(
@@ -505,12 +495,8 @@ def _adapt_dataset(
     if not division.begin:
         return feed
     if source.has_seeded_passes:
-
-        def as_made(batch: Any) -> Any:
-            return add_mark(batch, has_rows=True) if is_marked else batch
-
-        whole = begin_unread_pass(data, as_made).concatenate(whole)
-    rest = dealer.deal(data.skip(division.begin), is_marked=is_marked)
+        whole = begin_unread_pass(data, dealer.put_numbers).concatenate(whole)
+    rest = dealer.deal(data.skip(division.begin))
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = resume_in_first_epoch(rest, whole, epoch=epoch, steps=division.steps)
     return replace(feed, data=dataset.prefetch(tf.data.AUTOTUNE), epoch=epoch)
@@ -538,22 +524,21 @@ def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Fee
             "divided by `shard`. Leave rows out, and repeat them, before `shard`: put "
             "`filter`, `take`, `skip` and `repeat` above it."
         )
-    is_marked = is_training and min(counts) < steps
     data = assert_length(data, own)
-    if is_marked:
+    if is_training and min(counts) < steps:
         data = _add_copy(data, own, steps)
-    data = data.prefetch(tf.data.AUTOTUNE)
-    return Feed(data=data, length=steps, is_marked=is_marked)
+    return Feed(data=data.prefetch(tf.data.AUTOTUNE), length=steps)
 
 
 def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Dataset:
-    """Mark `count` batches; make `steps` by one more of the last, not to be counted."""
+    """Make `steps` of `count` batches, by a copy of the last, not to be counted."""
 
     @tf.autograph.experimental.do_not_convert
     def with_copy(number: tf.Tensor, batch: Any) -> tf.data.Dataset:
-        copy = tf.data.Dataset.from_tensors(add_mark(batch, tf.constant(False)))
+        copy = tf.data.Dataset.from_tensors(put_beside(batch, BatchRows(0)))
         is_last = tf.cast(tf.equal(number, count - 1), tf.int64)
-        own = tf.data.Dataset.from_tensors(add_mark(batch, tf.constant(True)))
+        rows = BatchRows(num_rows(batch))
+        own = tf.data.Dataset.from_tensors(put_beside(batch, rows))
         return own.concatenate(copy.take(is_last * (steps - count)))
 
     return assert_length(dataset.enumerate().flat_map(with_copy), steps)

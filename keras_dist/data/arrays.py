@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dist.data.dealer import add_mark
+from keras_dist.data.batch_rows import BatchRows, change_batch, own_span, put_beside
 from keras_dist.data.division import Division
 from keras_dist.data.pipeline import as_untuned, assert_length, with_length
 
@@ -72,7 +72,7 @@ class Arrays:
         return keras.utils.pack_x_y_sample_weight(self.x, self.y, weight)
 
     def read(self, indices: tf.data.Dataset) -> tf.data.Dataset:
-        """Read the rows of each batch of indices, and pass on the mark of a batch.
+        """Read the rows of each batch of indices; numbers beside it stay there.
 
         Arrays in memory are converted to tensors once. Memory-mapped files stay on
         disk, and only the requested rows are read. Rows come in the dtypes that Keras
@@ -83,14 +83,16 @@ class Arrays:
             keras.tree.lists_to_tuples(self.pack()),
         )
 
-        @tf.autograph.experimental.do_not_convert
-        def read(rows: tf.Tensor, *mark: tf.Tensor) -> Any:
-            batch = keras.tree.map_structure(
+        def read(rows: tf.Tensor) -> Any:
+            return keras.tree.map_structure(
                 lambda reader: None if reader is None else reader(rows), readers
             )
-            return (batch, *mark) if mark else batch
 
-        return indices.map(read, tf.data.AUTOTUNE, deterministic=True)
+        @tf.autograph.experimental.do_not_convert
+        def read_batch(batch: Any) -> Any:
+            return change_batch(batch, read)
+
+        return indices.map(read_batch, tf.data.AUTOTUNE, deterministic=True)
 
 
 def is_arrays(data: Any) -> bool:
@@ -111,7 +113,7 @@ def is_scipy_sparse(leaf: Any) -> bool:
     return type(leaf).__module__.startswith("scipy.sparse") and hasattr(leaf, "tocsr")
 
 
-def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor:
+def draw_keras_order(seed: int, total: int, batch_size: int | None) -> np.ndarray:
     """Return the order in which `Model.fit` reads the rows of arrays in each epoch.
 
     The seed of a shuffle follows from TensorFlow's seed and the number of operations
@@ -124,7 +126,7 @@ def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor
         batch_size: Rows of a batch inside of which rows are shuffled
             (`shuffle="batch"`); `None` to shuffle all of them.
 
-    >>> draw_keras_order(0, 8, None).numpy().tolist()
+    >>> draw_keras_order(0, 8, None).tolist()
     [6, 4, 7, 3, 2, 1, 5, 0]
     """
 
@@ -137,7 +139,7 @@ def draw_keras_order(seed: int, total: int, batch_size: int | None) -> tf.Tensor
     data = tf.data.Dataset.range(1 if batch_size is None else total)
     data = data.batch(batch_size or 1).map(shuffle)
     with tf.device("CPU:0"):
-        return tf.concat(list(as_untuned(data)), 0)
+        return np.concatenate([order.numpy() for order in as_untuned(data)])
 
 
 def lists_to_arrays(data: Any) -> Any:
@@ -167,8 +169,7 @@ def read_rows(
     rank: int,
     shuffle: bool | str,
     seed: int,
-    fixed: tf.Tensor | None = None,
-    is_marked: bool = False,
+    fixed: np.ndarray | None = None,
 ) -> tf.data.Dataset:
     """Read a rank's rows of every global batch of an epoch.
 
@@ -185,50 +186,64 @@ def read_rows(
         shuffle: `True`, `False`, or `"batch"` to shuffle inside global batches only.
         seed: Of the order, together with the number of the pass.
         fixed: The order of every pass (`draw_keras_order`); `None` for one of ours.
-        is_marked: Whether each batch comes with a mark (`add_mark`), because this rank
-            may have no row of a small last batch: then it reads the first one.
 
     Returns:
-        A data set of batches, one for each step. The last batch of each pass may be
-        smaller, and the epoch in which a training is resumed has fewer batches.
+        A data set of batches with their `BatchRows`, one for each step. The last batch
+        of each pass may be smaller: a rank that has no row of it reads its first one.
+        The epoch in which a training is resumed has fewer batches.
     """
 
-    def order_rows(number: tf.Tensor) -> tf.Tensor:
+    def order_pass(number: int) -> np.ndarray:
         if fixed is not None:
-            return tf.identity(fixed)
-        rows = tf.range(division.total, dtype=tf.int64)
+            return fixed
         if not shuffle:
-            return rows
+            return np.arange(division.total)
         seeds = [seed, division.first_pass + number]
-        rows = tf.random.experimental.stateless_shuffle(rows, seeds)
+        with tf.device("CPU:0"):
+            rows = tf.range(division.total, dtype=tf.int64)
+            rows = tf.random.experimental.stateless_shuffle(rows, seeds).numpy()
         if shuffle == "batch":
-            begin = division.begin * tf.cast(tf.equal(number, 0), tf.int64)
+            begin = division.begin if number == 0 else 0
             batches = (rows - begin) // division.global_batch
-            rows = tf.gather(rows, tf.argsort(batches, stable=True))
+            rows = rows[np.argsort(batches, kind="stable")]
         return rows
 
-    @tf.autograph.experimental.do_not_convert
-    def next_rows(state: Any, step: tf.Tensor) -> Any:
-        last, rows = state
-        number, begin, end = division.span(step)
-        rows = tf.cond(tf.equal(number, last), lambda: rows, lambda: order_rows(number))
-        global_batch = rows[begin:end]
-        own = global_batch[rank :: division.size]
-        has_rows = tf.size(own) > 0
-        own = tf.cond(has_rows, lambda: own, lambda: global_batch[:1])
-        own = tf.ensure_shape(own, [division.known_items])
-        return (number, rows), add_mark(own, has_rows) if is_marked else own
+    def list_batches(current: Any, index: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of a pass in an epoch, and numbers of each batch in it.
+
+        These are the place of its first row, its length, and its `BatchRows`.
+        """
+        current = max(int(current), division.epoch)
+        first = division.find_first_step(current)
+        steps = np.arange(first, first + division.count_steps(current))
+        passes, begin, end = division.span(steps)
+        number = passes[0] + index
+        begin, end = begin[passes == number], end[passes == number]
+        own, own_end = own_span(end - begin, rank, division.size)
+        rows = own_end - own
+        place = begin + own * (rows > 0)
+        batches = np.stack([place, np.maximum(rows, 1), rows, own, end - begin], 1)
+        return order_pass(int(number)) if len(batches) else steps[:0], batches
 
     @tf.autograph.experimental.do_not_convert
-    def epoch_rows(_: tf.Tensor) -> tf.data.Dataset:
-        current = tf.maximum(epoch.read_value(), division.epoch)
-        first, end = map(division.find_first_step, (current, current + 1))
-        number, _, _ = division.span(first)
-        state = number, order_rows(number)
-        return tf.data.Dataset.range(first, end).scan(state, next_rows)
+    def read_pass(index: tf.Tensor) -> tf.data.Dataset:
+        given = [epoch.read_value(), index]
+        order, batches = tf.numpy_function(list_batches, given, [tf.int64, tf.int64])
+        order = tf.ensure_shape(order, [None])
 
-    # The variable is read inside `flat_map`, when an iterator is made.
-    rows = tf.data.Dataset.range(1).flat_map(epoch_rows)
+        @tf.autograph.experimental.do_not_convert
+        def take(batch: tf.Tensor) -> Any:
+            indices = order[batch[0] : batch[0] + batch[1]]
+            indices = tf.ensure_shape(indices, [division.known_items])
+            return put_beside(indices, BatchRows(*tf.unstack(batch[2:])))
+
+        batches = tf.ensure_shape(batches, [None, 5])
+        return tf.data.Dataset.from_tensor_slices(batches).map(take)
+
+    # The variable is read inside `flat_map`, when an iterator is made. An epoch may
+    # begin and end in the middle of a pass.
+    passes = -(-division.steps // division.steps_per_pass) + 1
+    rows = tf.data.Dataset.range(passes).flat_map(read_pass)
     set_length = with_length if division.is_within_epoch else assert_length
     return set_length(arrays.read(rows), division.steps).prefetch(tf.data.AUTOTUNE)
 

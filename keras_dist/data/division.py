@@ -2,8 +2,8 @@
 
 An *item* is a row of arrays, or a batch of data that comes in batches. One process
 reads the items in order, the next global batch in each step. N ranks read the same
-global batches: rank r has the items r, r + N, … of each. All ranks make the same
-steps: a rank that has no item of a small last global batch takes part without rows.
+global batches, of which each has a part. All ranks make the same steps: a rank that has
+no item of a small last global batch takes part without rows.
 
 With `batch="global"` the global batch is the batch that the user asked for. A batch of
 data that comes in batches is then one global batch, of which each rank has rows.
@@ -14,6 +14,8 @@ Arithmetic only: rank and size are arguments, and nothing is read here.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import keras
 
 StepsRule = Literal["auto", "divide", "none"]
 
@@ -108,6 +110,12 @@ class ShardSpec:
         return 1 if self.is_global else self.size
 
 
+def limit_steps(steps: int | None) -> int | None:
+    """Return the steps of an epoch, up to `keras.config.set_max_steps_per_epoch`."""
+    limit = getattr(keras.config, "max_steps_per_epoch", lambda: None)()
+    return limit if limit and (steps is None or limit < steps) else steps
+
+
 def check_count(name: str, value: Any) -> int:
     """Return a number of rows or steps, or raise a `ValueError`."""
     is_whole = not isinstance(value, bool) and hasattr(value, "__index__")
@@ -156,8 +164,8 @@ class Division:
     of an epoch, in the middle of a pass: the first epoch and the first pass may be
     shorter than the later ones.
 
-    Steps are counted from 0 where this training begins. `span` and `find_first_step`
-    take Python integers or integer tensors.
+    Steps are counted from 0 where this training begins. `span` takes integers or arrays
+    of them.
 
     Args:
         total: Items in a pass.
@@ -240,31 +248,20 @@ class Division:
         return self.first_steps < self.steps
 
     @property
-    def has_empty_parts(self) -> bool:
-        """Return True if a step of a pass may have fewer items than ranks."""
-        items = self.global_batch, *self._last_items
-        return any(0 < count < self.size for count in items)
-
-    @property
     def known_items(self) -> int | None:
         """The items of each rank in each step; `None` if they differ.
 
         As in Keras, the shape of a batch then has them, and layers may ask for it.
         """
         each, rest = divmod(self.global_batch, self.size)
-        return None if rest or any(self._last_items) else each
+        lengths = self.total, self.total - self.begin  # of a whole pass, and the first
+        is_even = not any(length % self.global_batch for length in lengths)
+        return each if is_even and not rest else None
 
-    @property
-    def _last_items(self) -> list[int]:
-        """Items in the last step of a whole pass, and of the first; 0 if it is full."""
-        lengths = self.total, self.total - self.begin
-        return [length % self.global_batch for length in lengths]
-
-    def find_first_step(self, epoch: Any) -> Any:
+    def find_first_step(self, epoch: int) -> int:
         """Return the first step of an epoch, which must not be before the first one."""
         later = epoch - self.epoch
-        is_first = 1 // (1 + later)
-        return later * self.steps - (1 - is_first) * (self.steps - self.first_steps)
+        return later * self.steps - (later > 0) * (self.steps - self.first_steps)
 
     def count_steps(self, epoch: int) -> int:
         """Return the steps of an epoch."""
@@ -285,9 +282,8 @@ class Division:
         # The first pass ends as a whole one does: what is missing is its beginning.
         missing = per_pass - self.steps_in_first_pass
         number, step = (step + missing) // per_pass, (step + missing) % per_pass
-        is_first = 1 // (1 + number)
+        is_first, is_last = number == 0, step + 1 == per_pass
         begin = step * global_size + is_first * (self.begin - missing * global_size)
-        is_last = (step + 1) // per_pass
         end = begin + global_size
         return number, begin, end + is_last * (self.total - end)
 

@@ -39,15 +39,10 @@ class Feed:
         epoch: Has a method `assign(epoch)`, to be called before each epoch is read;
             `None` if the data is the same in every epoch.
         reader: What reads `data`, if its length is unknown.
-        has_rows: `False` if this rank has no rows of its own and evaluates a copy of
-            another rank's row, which its metrics must not count.
-        is_marked: Whether each element is a batch and a mark (`dealer.add_mark`).
-        is_strided: Whether rank r of N has the rows r, r + N, … of each global batch;
-            if not, the batches of the ranks follow one another in it.
         keras_steps: The steps of an evaluation for Keras; `None` where its data ends.
         is_exact: Whether the number of steps in the plan is certain, not an estimate.
-        class_weight: Weights of classes that a step adds, because Keras would take a
-            mark for the targets; `None` for none.
+        class_weight: Weights of classes that a step adds, because Keras does not know
+            data with `BatchRows` beside it; `None` for none.
         facts: Name and value of everything that has to be equal on all ranks.
     """
 
@@ -59,9 +54,6 @@ class Feed:
     division: Division | None = None
     epoch: Any = None
     reader: StreamReader | None = None
-    has_rows: bool = True
-    is_marked: bool = False
-    is_strided: bool = False
     keras_steps: int | None = None
     is_exact: bool = True
     class_weight: dict[int, float] | None = None
@@ -79,12 +71,6 @@ class Feed:
         is_sequence = isinstance(self.data, ShardedSequence)
         order = {"order": self.data.order} if is_sequence else {}
         return self.division.facts() | order
-
-    def begin_epoch(self, epoch: int) -> int:
-        """Set the epoch that is read next; return its first step of this training."""
-        if self.epoch is not None:
-            self.epoch.assign(epoch)
-        return 0 if self.division is None else self.division.find_first_step(epoch)
 
     def add_class_weights(self, batch: Any) -> Any:
         """Add the weight of each row's class to a batch `(x, y)`, as Keras does.

@@ -204,7 +204,7 @@ def map_batches(
     def call(*batch: Any) -> Any:
         return function(batch if is_tuple else batch[0])
 
-    return dataset.map(call, calls, deterministic=True)
+    return dataset.map(call, calls, deterministic=True if calls else None)
 
 
 def join_windows(
@@ -241,16 +241,29 @@ def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
     if length is None or not has_cache_in_memory(dataset):
         return dataset.take(steps)
 
-    @tf.autograph.experimental.do_not_convert
-    def is_first(number: tf.Tensor, _: Any) -> tf.Tensor:
-        return number < steps
-
-    @tf.autograph.experimental.do_not_convert
-    def batch_of(_: tf.Tensor, batch: Any) -> Any:
-        return batch
-
-    first = dataset.enumerate().filter(is_first).map(batch_of)
+    first = select(dataset, lambda number: number < steps)
     return assert_length(first, min(steps, length))
+
+
+def select(
+    dataset: tf.data.Dataset, is_selected: Callable[[tf.Tensor], tf.Tensor]
+) -> tf.data.Dataset:
+    """Yield the elements of which the number is selected; all of `dataset` is read.
+
+    >>> even = select(tf.data.Dataset.range(5, 10), lambda number: number % 2 == 0)
+    >>> [int(value) for value in even]
+    [5, 7, 9]
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def is_kept(number: tf.Tensor, _: Any) -> tf.Tensor:
+        return is_selected(number)
+
+    @tf.autograph.experimental.do_not_convert
+    def element_of(_: tf.Tensor, element: Any) -> Any:
+        return element
+
+    return dataset.enumerate().filter(is_kept).map(element_of)
 
 
 def assert_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:

@@ -10,24 +10,17 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from keras_dist.data.pipeline import (
-    assert_length,
-    count_batches,
-    has_cache_in_memory,
-    inputs_of,
-    join_windows,
-)
-
-# Rows of a rank in a window of rows that come from a cache.
-_WINDOW = 64
+from keras_dist.data.batch_rows import own_span
+from keras_dist.data.pipeline import assert_length, count_batches, inputs_of, select
 
 
 @dataclass(frozen=True, eq=False)
 class Presharded:
-    """Division of a data set before its rows were decoded: rank r of N has r, r + N, ….
+    """Division of a data set before its rows were decoded: a part of each global batch.
 
     Args:
-        batch_size: Rows of one rank's batch; `None` if unknown.
+        batch_size: Rows of one rank's batch; `None` if unknown: rank r of N then has
+            rows r, r + N, ….
         source: The data set before it was divided, the same on all ranks.
         batch: For whose batches it was divided, as in `dist_fit`.
     """
@@ -57,19 +50,26 @@ def divide_rows(presharded: Presharded, rank: int, size: int) -> tf.data.Dataset
     >>> rows = tf.data.Dataset.range(7)
     >>> own = [divide_rows(Presharded(2, rows), rank, 2) for rank in (0, 1)]
     >>> [[int(row) for row in data] for data in own]
-    [[0, 2, 4, 6], [1, 3, 5]]
+    [[0, 1, 4, 5], [2, 3, 6]]
     """
     source, length = presharded.source, presharded.length
-    if has_cache_in_memory(source):
-        # `shard` ends with this rank's last element, and would cut a cache short.
-        windows = _WINDOW * size
-        dataset = join_windows(source, windows, lambda rows, _: rows.shard(size, rank))
-    else:
-        dataset = source.shard(size, rank)
+    each = presharded.batch_size or 1
+    full, total = each * size, tf.int64.max
+    if length not in (None, math.inf):
+        total = int(length or 0)
+
+    def is_own(number: tf.Tensor) -> tf.Tensor:
+        place = number % full
+        left = total - number + place  # with the first row of its global batch
+        begin, end = own_span(tf.where(left < full, left, full), rank, size)
+        return (begin <= place) & (place < end)
+
+    dataset = select(source, is_own)
     if length == math.inf:
         dataset = assert_length(dataset, tf.data.INFINITE_CARDINALITY)
     elif length is not None:
-        dataset = assert_length(dataset, len(range(rank, int(length), size)))
+        begin, end = own_span(total % full, rank, size)
+        dataset = assert_length(dataset, total // full * each + end - begin)
     _KNOWN[dataset] = presharded
     return dataset
 

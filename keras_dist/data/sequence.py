@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist.data import draws
-from keras_dist.data.dealer import Dealer, add_mark
+from keras_dist.data.batch_rows import put_beside
+from keras_dist.data.dealer import Dealer
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.source import Source, digest_batches, run_alone, standardize
 
@@ -79,7 +80,6 @@ class ShardedSequence(keras.utils.PyDataset):
         self.division: Division | None = None
         total, keeps_position = self._total, dealer.is_training and spec.keeps_position
         position = spec.position if keeps_position else None
-        self.is_marked = dealer.is_marked(total, is_resumed=position is not None)
         if total is not None and keeps_position:
             self.division = Division.of(
                 spec, total, per_step=dealer.per_step, unit="batches"
@@ -143,11 +143,11 @@ class ShardedSequence(keras.utils.PyDataset):
             else:  # Keras looks at the shapes, which are those of our own look
                 looks = self._origin.first(_LOOKS)
                 batch = looks[min(index, len(looks) - 1)]
-            return standardize(batch) if self.is_marked else batch
+            return standardize(batch) if self._dealer.puts_numbers else batch
 
         own = self._dealer.take(count, batch_at)
         assert own is not None  # `num_batches` counts those that there are
-        return add_mark(*own) if self.is_marked else own[0]
+        return put_beside(*own) if self._dealer.puts_numbers else own[0]
 
     @run_alone()
     def _read(self, index: int) -> Any:

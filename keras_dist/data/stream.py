@@ -9,13 +9,20 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist.data.arrays import RAGGED_OR_SPARSE, is_scipy_sparse
-from keras_dist.data.dealer import Dealer, add_mark, is_number
+from keras_dist.data.batch_rows import (
+    BatchRows,
+    batch_of,
+    is_number,
+    put_beside,
+    put_beside_spec,
+)
+from keras_dist.data.dealer import Dealer
 from keras_dist.data.division import ShardSpec, no_data
 from keras_dist.data.source import Source
 
-# What a rank says before a step: it has a batch; it has none left; it had none in this
-# pass.
-_MORE, _END, _EMPTY = range(3)
+# What a rank says before a step, if not the rows of its batch: it has no batch left; it
+# had none in this pass.
+_END, _EMPTY = -1, -2
 
 
 class StreamReader:
@@ -33,7 +40,6 @@ class StreamReader:
 
     Attributes:
         failure: The error that the user's data raised, if any.
-        is_marked: Whether each batch comes with a mark (`dealer.add_mark`).
     """
 
     def __init__(
@@ -47,8 +53,8 @@ class StreamReader:
         self.failure: Exception | None = None
         self._source, self._spec, self._dealer = source, spec, dealer
         self._limit = limit
-        self.is_marked = dealer.is_training and spec.size > 1
-        self._gather = spec.gather if self.is_marked else None
+        is_joint = dealer.is_training and spec.size > 1
+        self._gather = spec.gather if is_joint else None
 
     def dataset(self) -> tf.data.Dataset:
         """Return the batches as a data set; each iterator over it is one pass."""
@@ -56,8 +62,8 @@ class StreamReader:
         options = tf.data.Options()
         options.experimental_optimization.inject_prefetch = False
         signature = self._signature()
-        if self.is_marked:
-            signature = signature, tf.TensorSpec([1], "int32")
+        if self._gather or self._dealer.is_copy:
+            signature = put_beside_spec(signature)
         dataset = tf.data.Dataset.from_generator(
             self._batches, output_signature=signature
         )
@@ -71,13 +77,14 @@ class StreamReader:
             except Exception as error:  # TensorFlow will wrap it
                 self.failure = error
                 raise
-            if not self._goes_on(_MORE if own else _END if last else _EMPTY):
+            rows = int(own[1].rows) if own else _END if last else _EMPTY
+            counted = self._count_rows(rows)
+            if counted is None:
                 return
             last = own or last
-            assert last is not None  # else `_goes_on` has raised an error
-            batch = last[0]
-            has_rows = own is not None and own[1]
-            yield add_mark(batch, has_rows) if self.is_marked else batch
+            assert last is not None  # else `_count_rows` has raised an error
+            batch, is_beside = last[0], self._gather or self._dealer.is_copy
+            yield put_beside(batch, counted) if is_beside else batch
 
     def _next_pass(self) -> Iterator[Any]:
         is_local = self._dealer.size == 1
@@ -90,24 +97,27 @@ class StreamReader:
         as_read = self._source.standardize
         return self._dealer.take(len(of_step), lambda index: as_read(of_step[index]))
 
-    def _goes_on(self, state: int) -> bool:
-        """Return True if a rank has a batch; all ranks learn it."""
-        states = [state] if self._gather is None else self._gather(state)
-        if self._gather is not None and _EMPTY in states:
-            ranks = [rank for rank, other in enumerate(states) if other != _EMPTY]
+    def _count_rows(self, rows: int) -> BatchRows | None:
+        """Count the rows of all ranks; `None` if none has a batch left."""
+        everyone = [rows] if self._gather is None else self._gather(rows)
+        if self._gather is not None and _EMPTY in everyone:
+            ranks = [rank for rank, other in enumerate(everyone) if other != _EMPTY]
             self.failure = ValueError(
                 "Each rank needs at least one row. Received: data of type "
                 f"{self._source.type_name} with batches on ranks {ranks} of "
-                f"{len(states)} alone. Pass more data, or run on fewer ranks."
+                f"{len(everyone)} alone. Pass more data, or run on fewer ranks."
             )
             raise self.failure
-        return _MORE in states
+        if max(everyone) < 0:
+            return None
+        counts = [max(0, count) for count in everyone]
+        rank = self._spec.rank if self._gather else 0
+        return BatchRows(counts[rank], sum(counts[:rank]), sum(counts))
 
     def _signature(self) -> Any:
         if isinstance(self._source.data, tf.data.Dataset):
             if self._dealer.splits_batches:
-                rows = self._dealer.deal(self._source.data, is_marked=True)
-                return rows.element_spec[0]
+                return batch_of(self._dealer.deal(self._source.data).element_spec)
             return self._source.data.element_spec
         looks = [self._source.standardize(batch) for batch in self._source.first(2)]
         if not looks:

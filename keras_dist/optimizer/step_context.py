@@ -102,16 +102,12 @@ class StepContext:
     from `current()`. With the defaults, all ranks have the same weight.
 
     Args:
-        rows: Rows of this rank's batch, over which its loss is a mean; a number or a
-            scalar tensor. `None` if unknown.
-        has_rows: Whether the batch is this rank's own; a boolean scalar, if it may be a
-            copy of another rank's, whose rows count as 0. `None`: it is.
+        rows: Rows of this rank's batch that count, over which its loss is a mean; a
+            number or a scalar tensor, 0 for a copy. `None` if unknown.
         step: Number of the step, a scalar tensor; `None` if unknown.
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
         global_rows: Rows of all ranks in the first step, a number that all ranks agree
             on; `None` if unknown.
-        is_strided: Whether rank r of N has the rows r, r + N, … of the global batch; if
-            not, the batches of the ranks follow one another in it.
         is_compiled: Whether XLA compiles this part of the step, so that no collective
             can be in it.
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
@@ -133,11 +129,9 @@ class StepContext:
     """
 
     rows: Any = None
-    has_rows: Any = None
     step: Any = None
     rows_of_all: Any = None
     global_rows: int | None = None
-    is_strided: bool = False
     is_compiled: bool = False
     is_keras_path: bool = False
     stop_request: StopRequest | None = None
@@ -152,6 +146,11 @@ class StepContext:
     passed: dict[str, int] = field(default_factory=dict)
     fractions: dict[Any, Any] = field(default_factory=dict)
     weight_of_all: Any = None
+
+    @property
+    def has_rows(self) -> Any:
+        """Whether a row counts: a boolean scalar; `None` if one always does."""
+        return self.rows > 0 if tf.is_tensor(self.rows) else None
 
     def row_fraction(self, dtype: Any) -> Any:
         """This rank's rows divided by the rows of all ranks; a scalar tensor.

@@ -199,10 +199,7 @@ def _reuse_train_function(model: Any, rates: tuple[float, int, int]) -> None:
         rates,
         optimizers_of(model),
         averaging_of(model),
-        session.knows_rows,
         session.may_read_on,
-        session.feed.is_marked,
-        session.feed.is_strided,
         session.feed.class_weight,
     )
     function = session.traced.find_train_function(session.options)

@@ -66,22 +66,6 @@ _BY_ROW_REGULARIZERS = {"L1", "L2", "L1L2"}
 _BY_ROW = {"Add", "Subtract", "Multiply", "Divide", "TrueDivide"}
 
 
-def num_rows(data: Any) -> Any:
-    """Rows in a batch: the length of the first axis of its targets, or of its inputs.
-
-    Inputs may be longer, as the atoms of a batch of molecules that is one graph. A
-    longer tuple is for a step of the user's: its first tensor counts.
-    """
-    x, y = data, None
-    if not isinstance(data, tuple) or len(data) <= 3:
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    for leaf in (*keras.tree.flatten(y), *keras.tree.flatten(x)):
-        shape = tf.TensorShape([] if leaf is None else leaf.shape)
-        if shape.rank != 0:
-            return tf.shape(leaf)[0] if shape[0] is None else shape[0]
-    return 1
-
-
 def is_declared(model: Any) -> bool:
     """Return True if Keras alone computes what a step differentiates and logs."""
     methods = ("call", "compute_loss", "compute_metrics", "train_step")

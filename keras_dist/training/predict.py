@@ -32,7 +32,7 @@ def predict_in_turns(
     """Predict batches that are the same on all ranks: rank r of N has r, r + N, ….
 
     Args:
-        data: This rank's batches, or a copy of a row if it has none.
+        data: This rank's batches, or a copy of one if it has none.
         predict: Predicts batches, without a collective.
         model: The model, whose weights have to be equal on all ranks.
         gather: `True`, `"first"`, or `False` to return only the predictions of this
@@ -45,11 +45,6 @@ def predict_in_turns(
         # Before: a layer may count what it predicts.
         checksums = read_checksums(model.weights)
         outputs = predict(data.data)
-    if not data.has_rows:
-        outputs = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else leaf[:0], outputs
-        )
-        counts.clear()
     if len(model.weights) > len(checksums):  # it was not built
         checksums = read_checksums(model.weights)
     leaves = keras.tree.flatten(outputs)

@@ -205,17 +205,13 @@ def _gather_tensors(
         return [context.trial.gather(t, is_known=is_shared) for t in tensors]
     count = tf.shape(_take_counted(tensors[0], context))[:1]
     counts = comm.gather_rows(count, name=comm.name_of("row_counts"))
-    ranks = tf.repeat(tf.range(comm.size()), counts)
-    order = tf.range(tf.size(ranks))
-    if context.is_strided:
-        number = order - tf.gather(tf.cumsum(counts, exclusive=True), ranks)
-        order = tf.argsort(number * comm.size() + ranks)
-    places = tf.where(tf.equal(tf.gather(ranks, order), comm.rank()))[:, 0]
+    begin = tf.reduce_sum(counts[: comm.rank()])
+    end = begin + counts[comm.rank()]
 
     def gather(tensor: Any) -> Any:
         name = comm.name_of("gathered_rows")
         rows = comm.gather_rows(_take_counted(tensor, context), name=name)
-        return tf.gather(tf.ensure_shape(rows, [None, *tensor.shape[1:]]), order)
+        return tf.ensure_shape(rows, [None, *tensor.shape[1:]])
 
     def take_local(upstream: Any, length: Any) -> Any:
         """Return the gradient of this rank's rows, to be weighted by its fraction."""
@@ -223,7 +219,7 @@ def _gather_tensors(
         if not is_shared:
             upstream *= context.row_fraction(upstream.dtype)
             upstream = comm.total(upstream, purpose="gathered_gradients")
-        local = tf.gather(upstream, places)
+        local = upstream[begin:end]
         local *= context.inverse_fraction(local.dtype)
         left = length - tf.shape(local)[0]  # of a copied batch, or none
         return tf.pad(local, [[0, left], *[[0, 0]] * (local.shape.rank - 1)])

@@ -21,10 +21,10 @@ import math
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,7 +62,7 @@ def install() -> None:
     _logs.append(SaveLog(comm.job_world()))
     # `Model.save` and `Model.save_weights` call these functions.
     for function in (keras.saving.save_model, keras.saving.save_weights):
-        _replace_code(function)
+        _replace(function)
     archives = type(keras.export.ExportArchive())  # one for each of Keras's backends
     archive = next(c for c in archives.__mro__ if "write_out" in vars(c))
     for owner, name in ((keras.Model, "export"), (archive, "write_out")):
@@ -75,16 +75,13 @@ def begin_interval() -> None:
         log.begin_interval()
 
 
-def _replace_code(function: Any) -> None:
-    """Let a function be shared also where a module has imported it by its name."""
-    parts = (function.__name__, function.__defaults__)
-    own = types.FunctionType(function.__code__, function.__globals__, *parts)
-    function.__code__ = _call_shared.__code__
-    function.__kwdefaults__ = {"_shared": _share(own)}
-
-
-def _call_shared(*args: Any, _shared: Any, **kwargs: Any) -> Any:
-    return _shared(*args, **kwargs)
+def _replace(function: Any) -> None:
+    """Share a function in all modules that hold it, by whatever name."""
+    shared = _share(function)
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is function:
+                setattr(module, name, shared)
 
 
 def _share(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
+from keras_dist.data.batch_rows import BatchRows, take_off
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
@@ -112,8 +113,6 @@ class TracedFunctions:
             if it has to be tried.
         runner: What tries it, if that has to be tried again.
         global_rows: Rows of all ranks in the first step that was traced.
-        position: Where the next step begins: rows of the pass before it, rows of the
-            whole pass, and rows of all ranks in a step.
         steps: The steps of this fit.
         stop_request: This rank's stop request, and whether all ranks have agreed.
         noise: What steps draw without a seed, on several ranks.
@@ -127,7 +126,7 @@ class TracedFunctions:
         self.runner: Runner | None = None
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
-        self.position, self.steps = _counter([0, 0, 0]), _counter(0)
+        self.steps = _counter(0)
         self.stop_request, self.noise = StopRequest(), StepNoise()
         self.starts: dict[int, MetricState] = {}
         self._compiled: tuple[Any, ...] = ()
@@ -145,7 +144,7 @@ class TracedFunctions:
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
         self.stop_request.reset()
-        for counter in (self.rows_trained, self.rows_seen, self.position, self.steps):
+        for counter in (self.rows_trained, self.rows_seen, self.steps):
             counter.assign(tf.zeros_like(counter))
 
     @contextlib.contextmanager
@@ -284,32 +283,10 @@ class Session:
             self.hooks.insert(len(self.hooks) if index < 0 else index, hook)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Let the data, and the position of the next step, begin an epoch."""
+        """Let the data begin an epoch."""
         self.first_call = self.calls + 1
-        step, division = self.feed.begin_epoch(epoch), self.feed.division
-        if division is not None:
-            begin = division.span(step)[1]
-            position = begin, division.total, division.global_batch
-            self.traced.position.assign(position)
-
-    @property
-    def knows_rows(self) -> bool:
-        """True if the rows of all ranks in a step are known without a collective."""
-        division = self.feed.division
-        return division is not None and division.unit == "rows"
-
-    def next_global_rows(self) -> Any:
-        """Count the rows of all ranks in the next step; `None` if unknown.
-
-        It also moves the position behind the step; in a graph or not.
-        """
-        if not self.knows_rows:
-            return None
-        begin, total, per_step = tf.unstack(self.traced.position.read_value())
-        rows = tf.minimum(per_step, total - begin)
-        end = (begin + rows) % total
-        self.traced.position.assign(tf.stack([end, total, per_step]))
-        return rows
+        if self.feed.epoch is not None:
+            self.feed.epoch.assign(epoch)
 
     @property
     def may_read_on(self) -> bool:
@@ -322,18 +299,13 @@ class Session:
         is_known = self.feed.plan.steps_before is not None and comm.size() > 1
         return self.feed.epoch is not None or is_known
 
-    def split_mark(self, data: Any) -> tuple[Any, Any]:
-        """Split what a train step is given into the batch and its mark.
+    def split_data(self, data: Any) -> tuple[Any, BatchRows]:
+        """Split what a train step is given into the batch and its rows.
 
-        Returns:
-            The batch, with the weights of its classes; and whether it is this rank's
-            own and not a copy: a boolean scalar, or `None` if it always is.
+        The batch has the weights of its classes.
         """
-        has_rows = None
-        if self.feed.is_marked:
-            data, mark = data
-            has_rows = tf.cast(tf.reshape(mark, []), tf.bool)
-        return self.feed.add_class_weights(data), has_rows
+        batch, rows = take_off(data)
+        return self.feed.add_class_weights(batch), rows
 
     def see_rows(self, rows: Any) -> None:
         """Count a batch that the metrics are updated with; in a graph or not."""
@@ -344,10 +316,8 @@ class Session:
     def update_counts(self) -> UpdateCounts:
         """Return what the metrics have seen, in the form that the other ranks get."""
         steps, rows, last_rows = self.traced.rows_seen.numpy().tolist()
-        has_rows = self.evaluation is None or self.evaluation.has_rows
         # All of its batches may have been copies.
-        has_rows = has_rows and (rows > 0 or not steps)
-        return UpdateCounts(rows, steps, last_rows, has_rows)
+        return UpdateCounts(rows, steps, last_rows, rows > 0 or not steps)
 
     def may_try_again(self) -> bool:
         """Return True if the step has to be tried on the next batch; on all ranks.

@@ -10,13 +10,18 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
-from keras_dist.data.dealer import add_mark, is_mark
+from keras_dist.data.batch_rows import (
+    BatchRows,
+    batch_of,
+    change_batch,
+    num_rows,
+    take_off,
+)
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import averages, check_again, only_attached
 from keras_dist.optimizer.reduce import explain_updates
 from keras_dist.training import build, losses, metrics, trial
-from keras_dist.training.losses import num_rows
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
 from keras_dist.training.session import Session, session_of
@@ -26,8 +31,12 @@ class PredictsAlone:
     """Mixin for a model: ranks predict other batches, so no step communicates."""
 
     def predict_step(self: Any, data: Any) -> Any:
+        batch, rows = take_off(data)
         with step_context.enter(step_context.StepContext()):
-            return super().predict_step(data)  # type: ignore[misc]
+            outputs = super().predict_step(batch)  # type: ignore[misc]
+        if batch is data:
+            return outputs
+        return keras.tree.map_structure(lambda leaf: leaf[: rows.rows], outputs)
 
 
 class DistributedStep(PredictsAlone):
@@ -37,7 +46,8 @@ class DistributedStep(PredictsAlone):
 
     def train_step(self: Any, data: Any) -> Any:
         own_step = own_train_step(self)
-        data, rows, has_rows = count_rows(self, data)
+        self._distributed_session.has_run = True
+        data, rows = count_rows(self, data)
         build_once(self, data, own_step)
         if comm.size() == 1:
             entered = step_context.enter(step_context.StepContext())
@@ -45,12 +55,12 @@ class DistributedStep(PredictsAlone):
                 return own_step(data)
         data = follow_last_update(self, data)
         with (
-            step_context.enter(describe_step(self, data, rows, has_rows)),
+            step_context.enter(describe_step(self, data, rows)) as context,
             step_context.run_inline(),
             only_attached(),
             session_of(self).traced.noise.draw_own(),
             wait_for_batch(self, data),
-            ignore_copy(self, has_rows),  # in metrics and counters
+            ignore_copy(self, context.has_rows),  # in metrics and counters
         ):
             step = split_losses(self, own_step)
             # In it the step calls `apply`, which exchanges gradients and then updates
@@ -68,19 +78,20 @@ class DistributedStep(PredictsAlone):
         return plain(*args, **kwargs)
 
     def test_step(self: Any, data: Any) -> Any:
+        data, rows = take_off(data)
         if comm.size() > 1:
-            self._distributed_session.see_rows(num_rows(data))
+            self._distributed_session.see_rows(rows.rows)
         with step_context.enter(step_context.StepContext()):
             return super().test_step(data)  # type: ignore[misc]
 
     def preprocess_samples(
         self: Any, x: Any, y: Any = None, sample_weight: Any = None
     ) -> Any:
-        # KerasHub's `fit` maps this over the batches, marks and all.
+        # KerasHub's `fit` maps this over the batches, with what is beside them.
         own = super().preprocess_samples  # type: ignore[misc]
-        if self._distributed_session.feed.is_marked and is_mark(y):
-            return add_mark(own(*keras.utils.unpack_x_y_sample_weight(x)), y)
-        return own(x, y, sample_weight)
+        if batch_of(x) is x:
+            return own(x, y, sample_weight)
+        return change_batch(x, lambda b: own(*keras.utils.unpack_x_y_sample_weight(b)))
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         if self.train_function is not None and not force:
@@ -103,11 +114,12 @@ class DistributedStep(PredictsAlone):
                     count = self.steps_per_execution
                     batches, iterator = build.read_first(iterator, count)
                     if batches:
-                        batch, _ = session.split_mark(batches[0])
+                        batch, _ = session.split_data(batches[0])
                         (_start if needs_batch else _try_step)(self, batch)
                     if self.train_function is not train:
                         return self.train_function(iterator)
-                return function(iterator)
+                with _check_step_runs(self):
+                    return function(iterator)
 
         self.train_function = train
 
@@ -171,27 +183,19 @@ class DistributedStep(PredictsAlone):
             self.__dict__["stop_training"] = bool(value)
 
 
-def count_rows(model: Any, data: Any) -> tuple[Any, Any, Any]:
-    """Count the rows of this step.
-
-    Returns:
-        The batch; how many of its rows count, a number or a scalar tensor; and
-        `StepContext.has_rows`.
-    """
+def count_rows(model: Any, data: Any) -> tuple[Any, BatchRows]:
+    """Count the rows of this step; return the batch and its rows."""
     session = session_of(model)
-    data, has_rows = session.split_mark(data)
-    rows = num_rows(data)
-    rows = rows if has_rows is None else tf.where(has_rows, rows, 0)
-    session.traced.rows_trained.assign_add(tf.cast(rows, tf.int64))
+    data, rows = session.split_data(data)
+    session.traced.rows_trained.assign_add(tf.cast(rows.rows, tf.int64))
     if comm.size() > 1:
-        session.see_rows(rows)
-    return data, rows, has_rows
+        session.see_rows(rows.rows)
+    return data, rows
 
 
 def build_once(model: Any, data: Any, own_step: Callable[[Any], Any]) -> None:
     """Build and copy the model, if the first batch was not read before (`_start`)."""
     session = session_of(model)
-    session.has_run = True
     if not session.has_started:
         is_eager = tf.executing_eagerly()
         build.start(model, session, data, own_step, is_eager=is_eager)
@@ -212,21 +216,17 @@ def follow_last_update(model: Any, data: Any) -> Any:
         )
 
 
-def describe_step(
-    model: Any, data: Any, rows: Any, has_rows: Any
-) -> step_context.StepContext:
+def describe_step(model: Any, data: Any, rows: BatchRows) -> step_context.StepContext:
     """Count the step, and return what it passes to the optimizer."""
     session = session_of(model)
     is_keras_path = losses.is_keras_method(model, "train_step")
     with _after(data):
         number = session.traced.steps.assign_add(1, read_value=True)
     return step_context.StepContext(
-        rows=rows,
-        has_rows=has_rows,
+        rows=rows.rows,
         step=number,
-        rows_of_all=session.next_global_rows(),
+        rows_of_all=rows.total,
         global_rows=session.traced.global_rows,
-        is_strided=session.feed.is_strided,
         is_keras_path=is_keras_path and not session.traced.is_split,
         stop_request=session.traced.stop_request,
         draw_alike=session.traced.noise.draw_alike,
@@ -310,6 +310,28 @@ def _needs_batch(model: Any) -> bool:
         session.has_run = True
         build.start_built(model, session)
     return not session.has_started or session.traced.global_rows is None
+
+
+@contextlib.contextmanager
+def _check_step_runs(model: Any) -> Iterator[None]:
+    """Context manager after which the step of `DistributedStep` must have begun.
+
+    Another one, which is not given what that step is given, may have failed.
+    """
+    try:
+        yield
+    finally:
+        if comm.size() > 1 and not session_of(model).has_run:
+            override = "make_train_function` of its own"
+            if "train_step" in vars(model):
+                override = "train_step` that was set on the object"
+            raise RuntimeError(
+                "A batch was trained on without the `train_step` of the model's class, "
+                "so the ranks do not have the same weights. Received: "
+                f"{model.name!r} with a `{override}. Define `train_step` in the class, "
+                "and let `make_train_function` return a new function that calls "
+                "`self.train_step`."
+            )
 
 
 def _start(model: Any, batch: Any) -> None:

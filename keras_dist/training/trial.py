@@ -34,6 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import comm, lines, mixin, private
+from keras_dist.data.batch_rows import num_rows
 from keras_dist.data.draws import preserve_generators
 from keras_dist.errors import summarize
 from keras_dist.optimizer import step_context
@@ -44,7 +45,6 @@ from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
 from keras_dist.training.losses import (
     explain_row_mixers,
     is_keras_method,
-    num_rows,
     split_step,
 )
 from keras_dist.training.metric_state import preserve_metrics, set_state

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.data.arrays import Arrays, read_rows
+from keras_dist.data.batch_rows import own_span, take_off
 from keras_dist.data.division import Division, ShardSpec
 from keras_dist.data.pipeline import as_untuned
 
@@ -36,18 +37,18 @@ def divide(size, batch_size, steps=None, *, rows=NUM_ROWS, at=None, facts=None):
 
 
 def test_ranks_read_the_batches_of_one_process():
-    """Interleaved, a step of all ranks is one global batch in its own order."""
+    """One after the other, their parts are one global batch, and about as long."""
     for size, batch_size, num_rows in CASES:
         division = divide(size, batch_size, rows=num_rows)
         read = []
         for step in range(division.steps):
             number, *span = division.span(step)
             assert number == 0
-            batches = [range(*span)[rank::size] for rank in range(size)]
-            assert all(len(batch) <= batch_size for batch in batches) and batches[0]
-            merged = sorted(row for batch in batches for row in batch)
-            assert merged == list(range(merged[0], merged[0] + len(merged)))
-            read += merged
+            rows = range(*span)
+            parts = [own_span(len(rows), rank, size) for rank in range(size)]
+            lengths = [end - begin for begin, end in parts]
+            assert 0 < lengths[0] <= batch_size and lengths[0] - lengths[-1] <= 1
+            read += [row for part in parts for row in rows[slice(*part)]]
         assert read == list(range(num_rows))
 
 
@@ -65,12 +66,16 @@ def test_the_data_set_yields_the_rows_of_the_schedule(shuffle):
             order = []
             batches_of_steps = zip(*(read(number) for read in readers), strict=True)
             for step, of_ranks in enumerate(batches_of_steps):
-                global_batch = [None] * sum(len(batch[0]) for batch in of_ranks)
-                for rank, (x, y) in enumerate(of_ranks):
-                    global_batch[rank::size] = x.numpy().tolist()
+                global_batch = []
+                parts = list(map(take_off, of_ranks))
+                length = int(parts[0][1].total)
+                for (x, y), (rows, begin, total) in parts:
+                    assert begin == len(global_batch) and len(x) == max(rows, 1)
+                    assert total == length
+                    global_batch += x.numpy().tolist()[: int(rows)]
                     assert (y.numpy() == 2 * x.numpy()).all()
                     assert y.dtype == tf.float32
-                assert len(of_ranks[0][0]) <= batch_size
+                assert length == len(global_batch) <= size * batch_size
                 order += global_batch
                 if shuffle == "batch":
                     rows = range(step * 6, step * 6 + len(global_batch))
@@ -104,7 +109,8 @@ def test_an_epoch_begins_where_the_epoch_before_it_ended():
 
     def epochs(steps, count):
         read = reader(data, 2, 1, 2, True, steps)
-        return [batch.numpy().tolist() for n in range(count) for batch in read(n)]
+        batches = [take_off(data) for n in range(count) for data in read(n)]
+        return [batch.numpy().tolist() for batch, _ in batches]
 
     whole = epochs(None, 8)
     for steps in range(1, 8):

@@ -1,5 +1,6 @@
 """Every rank runs every test here, in the same order; the oracle is plain Keras."""
 
+import gc
 import os
 import resource
 import sys
@@ -24,6 +25,8 @@ def pytest_configure(config):
     # The oracle, plain Keras, need not sleep at the end of each pass over its data.
     strategy = tf.distribute.get_strategy()
     strategy.experimental_distribute_dataset = lambda data, _=None: as_untuned(data)
+    gc.freeze()  # the libraries, through which Python would go each time
+    gc.set_threshold(20_000, 20, 50)
 
 
 def pytest_collection_modifyitems(config, items):

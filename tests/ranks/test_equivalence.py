@@ -1,5 +1,6 @@
 """N ranks give the weights, metrics and state of one process with the global batch."""
 
+import itertools
 import random
 
 import keras
@@ -74,13 +75,8 @@ def batches_of_all(world, **options):
     x, model = np.arange(20, dtype="float32")[:, None], Watch()
     options |= {"batch_size": 12, "batch": "global", "epochs": 2, "verbose": 0}
     keras_dist.dist_fit(model, x, x, **options)
-    batches = []
-    for own in zip(*keras_dist.gather(list(model.seen)), strict=True):
-        batch = [None] * sum(map(len, own))
-        for rank, rows in enumerate(own):
-            batch[rank :: world.size] = rows
-        batches.append(batch)
-    return batches
+    steps = zip(*keras_dist.gather(list(model.seen)), strict=True)
+    return [list(itertools.chain(*own)) for own in steps]
 
 
 @pytest.fixture

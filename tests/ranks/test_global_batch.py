@@ -318,3 +318,25 @@ def test_data_that_differs_in_a_script_for_one_process_is_a_warning(make_model, 
         model = make_model()
         model.fit(Sequence(x, x[:, 0] > 0, [8]), verbose=0)
     assert len(messages) == (world.rank == 0)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.config, "set_max_steps_per_epoch"), reason="an older Keras"
+)
+@pytest.mark.parametrize("kind", shortened(["arrays", "batched"], {"arrays"}))
+def test_a_limit_of_keras_on_steps_is_one_of_all_ranks(kind):
+    """Each epoch, and evaluation, has so many steps of one process."""
+    keras.config.set_max_steps_per_epoch(3)
+    try:
+        data, validation = data_of(kind, 60), validation_of(kind, 8)
+        model, _, _ = assert_equals(data, validation_data=validation)
+        x, y = rows_of(60, seed=2)
+        plain = model.evaluate(x, y, batch_size=8, verbose=0)
+        many = keras_dist.DistributedModel(model, batch="global")
+        found = many.evaluate(x, y, batch_size=8, verbose=0)
+        np.testing.assert_allclose(found, plain, 1e-6)
+        given = {"batch_size": 8, "verbose": 0}
+        plain, found = model.predict(x, **given), many.predict(x, **given)
+        np.testing.assert_allclose(found, plain, 1e-6)
+    finally:
+        keras.config.set_max_steps_per_epoch(None)

@@ -144,13 +144,14 @@ def test_the_rate_of_an_epoch_is_that_of_its_updates(rows, make_model, folder):
 
 
 @pytest.mark.two_ranks
-def test_every_replacement_is_taken_back_whichever_fails(rows, monkeypatch):
+@pytest.mark.parametrize("first", shortened(range(4), {0}))
+def test_every_replacement_is_taken_back_whichever_fails(rows, monkeypatch, first):
     """Each of them fails in turn, with the others made before or after it."""
     x, y = rows
     failed = 0
     for name in ("add", "replace_method"):
         plain = getattr(mixin, name)
-        for fails_at in range(100):
+        for fails_at in range(first, 100, 4):
             calls = iter(range(1000))
 
             def failing(*args, plain=plain, calls=calls, fails_at=fails_at):
@@ -175,7 +176,7 @@ def test_every_replacement_is_taken_back_whichever_fails(rows, monkeypatch):
             assert patched(model) == before, (name, fails_at)
             if is_over:
                 break
-    assert failed > 5
+    assert failed > 1
 
 
 def shuffled(rows, batch_size, kind):

@@ -154,7 +154,7 @@ def test_a_rank_without_rows_takes_part():
     ),
 )
 def test_gathered_rows_have_the_order_of_the_global_batch(kind, batch):
-    """Whatever the data: rows are strided, or batches dealt to the ranks in turn."""
+    """Whatever the data: rows side by side, or batches dealt to the ranks in turn."""
     local = keras_dist.local_batch_size(12) if batch == "global" else 12
     rows = tf.data.Dataset.from_tensor_slices((X, Y))
     data = {

@@ -78,25 +78,22 @@ def test_a_callback_may_pickle_and_copy_the_model(rows, make_model):
         assert_same_bits(made.get_weights(), weights)
 
 
+HOOKS = [
+    "set_model on_train_batch_end on_test_end on_epoch_end",
+    "on_train_begin on_epoch_begin on_train_batch_begin",
+    "on_test_begin on_test_batch_end on_train_end",
+]
+
+
 @slow_on_three
 @several_ranks
-def test_an_error_on_one_rank_is_one_on_all(rows, make_model):
+@pytest.mark.parametrize("hooks", shortened(HOOKS, [HOOKS[0]]))
+def test_an_error_on_one_rank_is_one_on_all(rows, make_model, hooks):
     """At any hook: its own error there; elsewhere one that names the rank."""
     last = keras_dist.size() - 1
     elsewhere = "RankError", f"On rank {last}: KeyError: 'tea'"
     model = make_model()
-    for hook in (
-        "set_model",
-        "on_train_begin",
-        "on_epoch_begin",
-        "on_train_batch_begin",
-        "on_train_batch_end",
-        "on_test_begin",
-        "on_test_batch_end",
-        "on_test_end",
-        "on_epoch_end",
-        "on_train_end",
-    ):
+    for hook in hooks.split():
         first = int(model.optimizer.iterations)
         call = partial(fit, model, rows, Fails(hook), epochs=1)
         errors = gather_errors(Exception, call)
