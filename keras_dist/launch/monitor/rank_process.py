@@ -187,10 +187,8 @@ def _fork_rank(launcher: int) -> None:
 
     def pass_on(number: int, frame: Any) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if number == signal.SIGINT:  # as from a terminal
-                os.killpg(rank, number)
-            else:
-                os.kill(rank, signal.SIGKILL if number == signal.SIGHUP else number)
+            send = os.killpg if number == signal.SIGINT else os.kill  # as a terminal
+            send(rank, signal.SIGKILL if number == signal.SIGHUP else number)
 
     passed_on = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     for number in passed_on:
