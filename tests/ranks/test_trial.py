@@ -319,7 +319,7 @@ def test_a_random_sum_is_told_from_a_random_mean(way, kind):
 def test_the_trial_uses_up_no_random_number(world):
     """A rank whose rows are not random tries less."""
     x = X.copy()
-    x[:: world.size] = 0
+    x[: min(len(x), 32) // world.size] = 0  # the first rank's rows of the first batch
     keras_dist.dist_fit(
         make("noisy_inputs"), x, Y, batch="global", shuffle=False, verbose=0
     )
