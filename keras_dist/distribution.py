@@ -13,6 +13,8 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import comm, fit, mixin, private
+from keras_dist.callbacks.fit_callback import OPENS_FIT
+from keras_dist.data import draws
 from keras_dist.data.division import StepsRule
 from keras_dist.data.source import is_alone
 from keras_dist.lines import find_caller
@@ -94,6 +96,7 @@ def _begin(options: Options) -> None:
             plain = getattr(cls, name)
             # Its signature stays: packages choose by it what they pass on.
             method = functools.wraps(plain)(make(plain, name))
+            setattr(method, OPENS_FIT, True)
             _changes.callback(mixin.set_method(cls, name, method))
 
 
@@ -108,7 +111,7 @@ def _train(
 ) -> Any:
     folder = os.environ.get(RESUME)
     # A process that resumes makes fewer fits in callbacks, so they have no number.
-    if folder and not private.is_in_fit():
+    if folder and not draws.is_in_fit.get():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
     return fit.fit(model, given, options, plain)
 

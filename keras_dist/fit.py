@@ -14,7 +14,8 @@ import keras
 
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
-from keras_dist.callbacks.callback_order import flatten_callbacks, on_this_rank
+from keras_dist.callbacks.callback_order import FitHooks, on_this_rank
+from keras_dist.callbacks.fit_callback import flatten_callbacks
 from keras_dist.callbacks.user_callbacks import autolog_once, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
@@ -30,7 +31,11 @@ from keras_dist.plan import draw_box
 from keras_dist.setup import sources
 from keras_dist.setup.arguments import Callbacks, Options
 from keras_dist.setup.fit_setup import FitSetup, check_model, prepare
-from keras_dist.training.install import evaluate_on_all, train_on_all, turn_off_tuning
+from keras_dist.training.install import (
+    open_fit,
+    reuse_train_function,
+    turn_off_tuning,
+)
 from keras_dist.training.predict import predict_in_turns
 from keras_dist.training.rows import most_mib
 from keras_dist.training.same_values import agree_on_arrays
@@ -189,23 +194,23 @@ def _train_on_data(
         if comm.rank() == 0:
             _show_plan(setup.plan, is_shown=given["verbose"] != 0)
         with (
-            train_on_all(
+            open_fit(
                 model,
-                setup.training,
-                setup.validation,
+                feed=setup.training,
+                validation=setup.validation or Feed(data=None),
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
-                is_resumed=resumed is not None,
+                attaches=comm.size() > 1,
                 batch_norm=options.batch_norm,
+                is_verbose=given["verbose"] != 0,
             ) as session,
             raise_own_errors(session.feeds),
+            _draw_own_numbers(setup, options),
+            saving(resumed, setup) as arguments,
+            autolog_once(),
         ):
-            session.is_verbose = given["verbose"] != 0
-            with (
-                _draw_own_numbers(setup, options),
-                saving(resumed, setup) as arguments,
-                autolog_once(),
-            ):
-                return run_loop(model, "fit", arguments, loop)
+            if resumed is None:
+                reuse_train_function(model)
+            return run_loop(model, "fit", arguments, loop)
 
 
 _shown_sizes: set[int] = set()  # numbers of ranks that the script was told
@@ -278,9 +283,8 @@ def run_loop(
             stack.callback(_passing.reset, token)
             loop = functools.partial(getattr(keras.Model, name), model)
         if is_override:
-            loop = getattr(model, name)
-        elif name == "evaluate" and mixin.has(model, DistributedStep):
-            stack.enter_context(session_of(model).enter_evaluation())
+            is_ours = mixin.has(model, DistributedStep)  # for calls of other callers
+            loop = getattr(super(DistributedStep, model) if is_ours else model, name)
         return loop(**arguments)
 
 
@@ -316,10 +320,14 @@ def evaluate(
     feed = _make_feed(model, "validation", pieces, given, options)
     arguments = given | feed.arguments | {"steps": feed.keras_steps}
     callbacks = flatten_callbacks(given["callbacks"])
-    arguments["callbacks"] = on_this_rank(callbacks) or None
+    arguments["callbacks"] = on_this_rank([FitHooks(), *callbacks])
     if comm.rank() > 0:
         arguments["verbose"] = 0
-    with evaluate_on_all(model, feed), raise_own_errors([feed]):
+    is_open = mixin.has(model, DistributedStep)
+    with (
+        contextlib.nullcontext() if is_open else open_fit(model),
+        session_of(model).evaluate(feed, averages=True),
+    ):
         return run_loop(model, "evaluate", arguments, loop)
 
 

@@ -119,14 +119,9 @@ def find_owner(target: Any, name: str) -> type:
 @contextlib.contextmanager
 def use(target: Any, mixin: type) -> Iterator[None]:
     """Context manager in which `mixin` is added to `target`, if it is not before."""
-    if has(target, mixin):
+    with preserve(target):
+        add(target, mixin)
         yield
-        return
-    add(target, mixin)
-    try:
-        yield
-    finally:
-        remove(target, mixin)
 
 
 @contextlib.contextmanager
@@ -140,6 +135,25 @@ def change(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
+
+
+@contextlib.contextmanager
+def preserve(target: Any, *names: str) -> Iterator[None]:
+    """Context manager that gives an object the class that it has now, and attributes.
+
+    Args:
+        target: The object.
+        names: Names of its attributes; those that it does not have now are left as
+            they are then.
+    """
+    own = type(target)
+    values = {name: vars(target)[name] for name in names if name in vars(target)}
+    try:
+        yield
+    finally:
+        _CLASS.__set__(target, own)
+        for name, value in values.items():
+            object.__setattr__(target, name, value)
 
 
 def set_method(cls: Any, name: str, method: Any) -> Callable[[], None]:

@@ -96,20 +96,6 @@ def build_by_keras(model: Any, data: Any) -> None:
     model._symbolic_build(data_batch=data)
 
 
-def is_in_fit(model: Any = None) -> bool:
-    """Return True if Keras's `fit` of a model, or of any one, has called this."""
-    running = (
-        frame.f_locals.get("self")
-        for frame, _ in traceback.walk_stack(None)
-        if frame.f_code.co_name == "fit"
-        and frame.f_globals.get("__name__", "").startswith("keras.")
-    )
-    return any(
-        isinstance(found, keras.Model) if model is None else found is model
-        for found in running
-    )
-
-
 def is_in_py_function() -> bool:
     """Return True if TensorFlow has called this, as it does to read data."""
     frames = (frame for frame, _ in traceback.walk_stack(None))

@@ -13,9 +13,10 @@ Public callbacks:
 
 How they run:
 
-- `callback_order`: the order of the list, the callbacks of this rank, and small ones
-  that `dist_fit` adds: `TensorBoard` gets the scaled rate, sharded data the number of
-  the epoch, the reports of the watchdog epoch and step
+- `callback_order`: the order of the list, and the callbacks of this rank
+- `fit_callback`: `model.fit` with one of these callbacks is a fit on all ranks; and
+  what `dist_fit` does first: `TensorBoard` gets the scaled rate, sharded data the
+  number of the epoch, the reports of the watchdog epoch and step
 - `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on
   one rank ends all ranks
 """

@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm
+from keras_dist.callbacks.fit_callback import FitCallback
 from keras_dist.optimizer.accumulation import move_to_first_rank, pending_sums
-from keras_dist.training.install import FitCallback
 from keras_dist.training.metrics import combine, rule_of
 from keras_dist.training.same_values import read_checksums
 from keras_dist.training.session import session_of

@@ -5,10 +5,10 @@ from typing import Any
 import keras
 
 from keras_dist import comm, private
+from keras_dist.callbacks.fit_callback import FitCallback
 from keras_dist.optimizer.accumulation import own_sums
 from keras_dist.optimizer.attach import is_distributed, move_to_outermost
 from keras_dist.optimizer.nested import build_optimizer, optimizers_of, state_of
-from keras_dist.training.install import FitCallback
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
 
@@ -44,7 +44,7 @@ class BroadcastVariables(FitCallback):
         if getattr(model, "optimizer", None) is not None:
             move_to_outermost(model.optimizer)
         # First, so that the other hooks see the state that all ranks start from.
-        session_of(model).call_at_start(self.broadcast, index=0)
+        session_of(model).call_at_start(self.broadcast, is_first=True)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # If the first rank has restored a backup, all ranks start at its epoch.

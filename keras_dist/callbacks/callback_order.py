@@ -1,7 +1,6 @@
 """The order of the callbacks, which of them this rank runs, and which a fit adds."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -9,77 +8,21 @@ import keras
 from keras_dist import comm
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
+from keras_dist.callbacks.fit_callback import FitHooks, flatten_callbacks
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.user_callbacks import UserCallbacks, is_tracker, runs_here
-from keras_dist.launch.monitor.record import here
-from keras_dist.optimizer.rate import effective_rates
-from keras_dist.training.session import session_of
-
-
-class EffectiveRate(keras.callbacks.Callback):
-    """Puts the rate of the epoch's last update into `logs["effective_learning_rate"]`.
-
-    The `learning_rate` that `TensorBoard` and trackers write is the rate for one
-    process, because the scaling factor is applied only inside the update. With several
-    optimizers in a `MultiOptimizer`, the name of each one is appended to the key, as in
-    Keras. If no rank has a `TensorBoard` or a tracker, the logs are not changed.
-
-    Position in the list: before callbacks that read `logs`, or set another rate.
-
-    Args:
-        is_read: Whether the list has a `TensorBoard` or a tracker.
-    """
-
-    def __init__(self, is_read: bool) -> None:
-        super().__init__()
-        self._is_read = is_read
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._is_read = any(comm.gather(self._is_read))
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None and self._is_read:
-            logs.update(effective_rates(self.model))
-
-
-class NextEpoch(keras.callbacks.Callback):
-    """Tells the data and the train step which epoch begins, before its data is read."""
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        session_of(self.model).begin_epoch(epoch)
-
-
-def record_progress() -> keras.callbacks.Callback:
-    """Make the callback that writes epoch and step to this rank's record.
-
-    Reports of ranks that wait name them. It has no hook at the end of a batch: with
-    one, Keras would wait for each batch.
-
-    Position in the list: first.
-    """
-    return keras.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: here.enter("begin", epoch=0),
-        on_epoch_begin=lambda epoch, logs: here.enter("begin", epoch=epoch),
-        on_train_batch_begin=lambda batch, logs: here.enter("step", step=batch),
-        on_test_begin=lambda logs: here.enter("test"),
-        on_test_batch_begin=lambda batch, logs: here.enter("test", step=batch),
-        on_test_end=lambda logs: here.enter("end"),
-        on_epoch_end=lambda epoch, logs: here.enter("end"),
-        on_train_end=lambda logs: here.enter(""),
-    )
-
 
 # Callbacks of ours that change logs or state come before the user's, which read them;
 # those that react to what other callbacks did come after.
 _FIRST = (
+    FitHooks,
     AverageStatistics,
     MetricAverage,
     Throughput,
-    EffectiveRate,
     ReplicaCheck,  # after `Throughput`, which must not count its time
 )
 _LAST = (StopAtAccuracy, StopTogether, BroadcastVariables)
@@ -87,23 +30,15 @@ _LAST = (StopAtAccuracy, StopTogether, BroadcastVariables)
 # Keras searches the list for these, so `UserCallbacks` must not contain them.
 _KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 
-# Added if the user's list has none of the class.
-_ON_ONE_RANK: tuple[Callable[[], Any], ...] = (Throughput,)
-_ON_MANY_RANKS: tuple[Callable[[], Any], ...] = (
+# Added if the user's list has none of the class; on one rank, the first of them alone.
+_ADDED = (
     Throughput,
     AverageStatistics,
-    functools.partial(ReplicaCheck, every=None),
+    ReplicaCheck,
     MetricAverage,
     StopTogether,
     BroadcastVariables,
 )
-
-
-def flatten_callbacks(given: Any) -> list[Any]:
-    """List what the user passed to Keras as `callbacks`."""
-    if isinstance(given, keras.callbacks.CallbackList):
-        given = given.callbacks
-    return keras.tree.flatten(given or [])
 
 
 def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[Any]:
@@ -117,17 +52,15 @@ def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[An
         The callbacks of all ranks; of those that are added, one of each class.
     """
     every = flatten_callbacks(given)
-    for make in _ON_ONE_RANK if comm.size() == 1 else _ON_MANY_RANKS:
-        made = make()
-        if not any(isinstance(callback, type(made)) for callback in every):
-            every.append(made)
+    for cls in _ADDED[: 1 if comm.size() == 1 else None]:
+        if not any(isinstance(callback, cls) for callback in every):
+            every.append(ReplicaCheck(None) if cls is ReplicaCheck else cls())
     if target_accuracy is not None:
         every.append(StopAtAccuracy(target_accuracy))
     is_read = any(
         isinstance(c, keras.callbacks.TensorBoard) or is_tracker(c) for c in every
     )
-    if is_read or comm.size() > 1:
-        every.append(EffectiveRate(is_read))
+    every.append(FitHooks(is_read))
     return [
         *(c for cls in _FIRST for c in every if isinstance(c, cls)),
         *(c for c in every if not isinstance(c, _FIRST + _LAST)),
@@ -149,7 +82,6 @@ def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
     running = list(filter(runs_here, callbacks))
     not_the_users = _FIRST + _LAST + _KERAS_OWN
     return [
-        record_progress(),
         *(c for c in running if isinstance(c, _FIRST)),
         UserCallbacks([c for c in callbacks if not isinstance(c, not_the_users)]),
         *(c for c in running if isinstance(c, _KERAS_OWN)),

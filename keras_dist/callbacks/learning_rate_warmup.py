@@ -3,8 +3,9 @@
 from typing import Any
 
 from keras_dist import comm
+from keras_dist.callbacks.fit_callback import FitCallback
 from keras_dist.optimizer.rate import LearningRateRule, count_warmup_steps, rate_factor
-from keras_dist.training.install import FitCallback, scale_rates
+from keras_dist.training.session import session_of
 
 
 class LearningRateWarmup(FitCallback):
@@ -51,4 +52,4 @@ class LearningRateWarmup(FitCallback):
         steps = self.steps_per_epoch or self.params.get("steps")
         warmup_steps = count_warmup_steps(self.warmup_epochs, steps)
         full = rate_factor(self.lr_scaling, size=comm.size())
-        scale_rates(self.model, full, warmup_steps)
+        session_of(self.model).rates = full, warmup_steps, 1

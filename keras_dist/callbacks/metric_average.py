@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_dist.training.install import FitCallback
+from keras_dist.callbacks.fit_callback import FitCallback
 from keras_dist.training.session import session_of
 
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from keras_dist import comm
-from keras_dist.training.install import FitCallback
+from keras_dist.callbacks.fit_callback import FitCallback
 from keras_dist.training.session import session_of
 
 

@@ -175,9 +175,6 @@ class UserCallbacks(keras.callbacks.Callback):
         self._num_phases = max(counts)
 
     def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        if hook.startswith("on_epoch"):
-            stop_request = session_of(self.model).traced.stop_request
-            stop_request.is_shown = hook == "on_epoch_end"
         for index in reversed(range(self._num_phases)):
             phase = self._phases[index] if index < len(self._phases) else ()
             with comm.wait_for_all_ranks():
@@ -202,7 +199,8 @@ class UserCallbacks(keras.callbacks.Callback):
     def _call(
         self, callbacks: Sequence[Any], hook: str, *args: Any, **kwargs: Any
     ) -> None:
-        with _silent_on_other_ranks():
+        requests = session_of(self.model).traced.requests
+        with _silent_on_other_ranks(), mixin.change(requests, is_shown=True):
             for callback in callbacks:
                 with self._scope_of(callback):
                     getattr(callback, hook)(*args, **kwargs)

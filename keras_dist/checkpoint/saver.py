@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 
@@ -25,6 +25,7 @@ from keras_dist.launch.monitor.rank_process import record_path
 from keras_dist.lines import say, warn
 from keras_dist.optimizer.nested import leaves_of
 from keras_dist.optimizer.rate import rate_progress, restore_rate_progress
+from keras_dist.optimizer.step_context import Request
 from keras_dist.setup.fit_setup import FitSetup
 from keras_dist.training import build, losses
 from keras_dist.training.remember import preserve_variables
@@ -39,29 +40,21 @@ EXIT_CODE = 75
 NOT_SAVED_CODE = 74
 
 
-class SaveRequests:
-    """This rank's requests: a signal, to end; on the first rank the clock, to save.
+class EndSignals:
+    """The signals by which a cluster asks this process to save and end.
 
-    On several ranks a request is sent with the gradients of the next update, as a stop
-    request is. After that update the ranks gather what was requested, and so act on it
-    after the same step. A step without a request needs no collective for this.
+    So does Ctrl-C of `keras-dist run`, which gives this rank the time.
 
-    Args:
-        seconds: From checkpoint to checkpoint; `None` for no limit.
+    Attributes:
+        number: Of the first one that was received; 0 for none.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._number, self.is_leaving = 0, False  # of the signal that asks to end
-        # The handlers of signals before.
-        self._before: dict[signal.Signals, Any] = {}
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[signal.Signals, Any] = {}  # the handlers of others
 
     def begin(self) -> None:
-        """Start the clock; from now on, SIGTERM is a request to save and end.
-
-        So is Ctrl-C of `keras-dist run`, which gives this rank the time.
-        """
-        self.saved_at = time.monotonic()
+        """From now on, note these signals instead of ending."""
         if threading.current_thread() is threading.main_thread():
             # SLURM sends the second one.
             is_slurm = "SLURM_JOB_ID" in os.environ
@@ -69,43 +62,19 @@ class SaveRequests:
             is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             numbers += [signal.SIGINT] * (record_path is not None and is_default)
             for number in numbers:
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._note)
 
-    def finish(self) -> None:
+    def finish(self, *, is_leaving: bool) -> None:
         """Restore the handlers; ignore the signals if they end this process."""
         for number, before in self._before.items():
-            after = signal.SIG_IGN if self.is_leaving else before
+            after = signal.SIG_IGN if is_leaving else before
             signal.signal(number, signal.SIG_DFL if after is None else after)
         self._before.clear()
-        if self._number and not self.is_leaving:
-            signal.raise_signal(self._number)  # the fit has ended by itself
+        if self.number and not is_leaving:
+            signal.raise_signal(self.number)  # an error has ended the fit
 
-    def send(self, model: Any) -> None:
-        """If this rank has a request, send it with the gradients of the next update."""
-        if comm.size() > 1 and any(self._read()):
-            session_of(model).traced.stop_request.ask_to_save()
-
-    def agree(self, model: Any, *, is_epoch_end: bool = False) -> tuple[bool, int]:
-        """Return whether to save now, and the signal by which to end after it, or 0."""
-        if comm.size() == 1:
-            return self._read()
-        stop_request = session_of(model).traced.stop_request
-        if not is_epoch_end and not stop_request.is_agreed():
-            return False, 0
-        is_stop = stop_request.is_asked and not is_epoch_end
-        saves, ends, stops = zip(*comm.gather((*self._read(), is_stop)), strict=True)
-        if any(stops):
-            return False, 0  # the epoch ends now, which writes a checkpoint
-        stop_request.clear()
-        return any(saves), max(ends)
-
-    def _read(self) -> tuple[bool, int]:
-        is_clock = self._seconds is not None and comm.rank() == 0
-        seconds = time.monotonic() - self.saved_at
-        return is_clock and seconds >= (self._seconds or 0), self._number
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._number = self._number or number
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
 
 
 class SavedExit(SystemExit):
@@ -137,7 +106,8 @@ class Saver(keras.callbacks.Callback):
         # Only data with a position to continue from is saved in the middle of an epoch.
         self._saves_within_epochs = setup.training.division is not None
         seconds = resume.options.save_seconds if self._saves_within_epochs else None
-        self._requests = SaveRequests(seconds)
+        self._seconds, self._saved_at = seconds, 0.0
+        self._signals, self._is_leaving = EndSignals(), False
         self._thread = futures.ThreadPoolExecutor(1)
         self._write: futures.Future[str] | None = None
         self._failure: BaseException | None = None  # of the last write
@@ -148,12 +118,12 @@ class Saver(keras.callbacks.Callback):
     def close(self) -> None:
         """Write what is left, and restore the handlers of signals."""
         try:
-            self._requests.finish()
+            self._signals.finish(is_leaving=self._is_leaving)
         finally:
-            self._end_write()
+            self.end_write()
             self._thread.shutdown()
 
-    def _end_write(self) -> None:
+    def end_write(self) -> None:
         """Wait until the last checkpoint is written; warn if it could not be."""
         write, self._write = self._write, None
         if write is None:
@@ -168,16 +138,14 @@ class Saver(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         session = session_of(model)
-        # Around the broadcast, which is the first of all: what the first rank holds is
-        # restored before it is copied, and what each has of its own behind it.
-        session.call_at_start(self._restore_shared, index=0)
-        index = 1 if comm.size() == 1 else 2
-        session.call_at_start(self._restore_own, index=index)
-        session.call_at_start(self._restore_rates)
+        # What the first rank holds is restored before it is copied.
+        session.call_at_start(self._restore_shared, is_first=True)
+        session.call_at_start(self._restore_own)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         saved = self._resume.saved
-        self._requests.begin()
+        self._signals.begin()
+        self._saved_at = time.monotonic()
         self._states.begin()
         if saved is None:
             return
@@ -202,33 +170,39 @@ class Saver(keras.callbacks.Callback):
             # Building the model draws random numbers, which the uninterrupted training
             # drew before its first epoch. So the states from before are restored later.
             self._random = states.random_state()
-        self._requests.send(self.model)
+        requests, found = session_of(self.model).traced.requests, self._find_request()
+        if requests.asked not in (Request.STOP, found):
+            requests.ask(found)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         before, self._done = self._done, batch + 1
         division = self._feed.division
-        # Also after the last step: Keras's loop must see no request to save.
-        saves, ends = self._requests.agree(self.model)
+        request = session_of(self.model).traced.requests.take()
+        if comm.size() == 1:
+            request = self._find_request()
         if division and self._done >= division.count_steps(self._epoch):
             return  # the end of the epoch saves
         every = self._resume.options.save_steps
         is_due = every is not None and self._done // every > before // every
-        if self._saves_within_epochs and (is_due or saves or ends):
+        if self._saves_within_epochs and (is_due or request):
             self._save(self._position(self._done))
-        if ends:
-            self._exit(ends, has_saved=self._saves_within_epochs)
+        if request == Request.END:
+            self.end_if_requested(in_epoch=True)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        is_stopped = bool(self.model.stop_training)
-        self._save(self._position(None), is_finished=is_stopped)
-        is_last = is_stopped or epoch + 1 == self.params["epochs"]
-        if is_last:
-            self._end_write()  # before the fit returns on any rank: they may read it
-        _, ends = self._requests.agree(self.model, is_epoch_end=True)
-        if ends:
-            self._exit(ends)
+        self._save(self._position(None), is_finished=bool(self.model.stop_training))
+        self.end_if_requested()
+
+    def _find_request(self) -> Request:
+        """Return what this rank requests: the clock is that of the first one."""
+        if self._signals.number:
+            return Request.END
+        if self._seconds is None or comm.rank() > 0:
+            return Request.NOTHING
+        is_due = time.monotonic() - self._saved_at >= self._seconds
+        return Request.SAVE if is_due else Request.NOTHING
 
     def _position(self, done: int | None) -> DataPosition:
         """Return the position after `done` steps of this epoch; `None`: after it."""
@@ -241,10 +215,10 @@ class Saver(keras.callbacks.Callback):
         """Gather the state of all ranks, and let the first one write a checkpoint."""
         callbacks = self._states.collect()
         ranks = states.gather_ranks(self.model, callbacks)
-        self._requests.saved_at = time.monotonic()
+        self._saved_at = time.monotonic()
         if comm.rank() != 0:
             return
-        self._end_write()
+        self.end_write()
         saved = Saved(
             position=position,
             seed=self._resume.spec.seed,
@@ -260,26 +234,31 @@ class Saver(keras.callbacks.Callback):
         )
         self._write = self._thread.submit(self._resume.folder.write, saved.tree())
 
-    def _exit(self, number: int, *, has_saved: bool = True) -> NoReturn:
-        """End this process after the checkpoint is written; all ranks call this.
+    def end_if_requested(self, *, in_epoch: bool = False) -> None:
+        """End this process if a signal of some rank requests it; all ranks call this.
 
         Args:
-            number: The signal that has asked for it.
-            has_saved: Whether the checkpoint is of this step.
+            in_epoch: Whether the epoch goes on. A stop ends it before.
         """
-        self._end_write()
+        is_stop = session_of(self.model).traced.requests.asked == Request.STOP
+        by_rank = comm.gather((self._signals.number, in_epoch and is_stop))
+        number, is_stop = map(max, zip(*by_rank, strict=True))
+        if is_stop or not number:
+            return
+        self.end_write()
         # No rank ends before, since its end ends the others.
         is_written = not any(comm.gather(self._failure is not None))
         if comm.rank() == 0:
             where, folder = f"epoch {self._epoch + 1}", self._resume.folder
             again = f"resumes from {folder.path}"
-            again = again if has_saved else f"begins {where} again"
+            if in_epoch and not self._saves_within_epochs:
+                again = f"begins {where} again"
             if not is_written:
                 again = f"resumes from {folder.newest_path() or 'the beginning'}"
                 where += f", and its checkpoint could not be written ({self._failure})"
             name = "SIGINT" if number == signal.SIGINT else "SIGTERM"
             say(f"keras_dist: received {name} in {where}; the same command {again}")
-        self._requests.is_leaving = True
+        self._is_leaving = True
         if not is_written:
             raise SystemExit(NOT_SAVED_CODE)
         raise SavedInterrupt if number == signal.SIGINT else SavedExit(EXIT_CODE)
@@ -305,7 +284,10 @@ class Saver(keras.callbacks.Callback):
                 saved.arrays.clear()
 
     def _restore_own(self) -> None:
-        """Restore the state of this rank that differs from the first rank's."""
+        """Restore the state of this rank that differs from the first rank's, and rates.
+
+        These were scaled for the current size before.
+        """
         saved = self._resume.saved
         if saved is None:
             return
@@ -316,15 +298,9 @@ class Saver(keras.callbacks.Callback):
             states.restore_random(self._own(saved)["random"])
         elif self._random is not None:
             states.restore_random(self._random)
-
-    def _restore_rates(self) -> None:
-        """Restore the learning rates, after they were scaled for the current size."""
-        saved = self._resume.saved
-        if saved is not None:
-            before, now = saved.warmup_steps, self._setup.warmup_steps
-            pairs = zip(leaves_of(self.model), saved.rates, strict=True)
-            for leaf, progress in pairs:
-                restore_rate_progress(leaf, progress, now / before if before else 1)
+        before, now = saved.warmup_steps, self._setup.warmup_steps
+        for leaf, progress in zip(leaves_of(self.model), saved.rates, strict=True):
+            restore_rate_progress(leaf, progress, now / before if before else 1)
 
     def _restore_callbacks(self, saved: Saved) -> None:
         # This rank's own state of a callback, else the first rank's.
@@ -341,7 +317,7 @@ class Saver(keras.callbacks.Callback):
             build.build_early(model, spec)
         if all(comm.gather(states.describe_model(model) == saved.model)):
             session.traced.use_trial(session.traced.trial)  # the first step counts rows
-            build.start_built(model, session)
+            build.start(model)
         elif saved.is_finished or saved.position.epoch >= self.params["epochs"]:
             self._restore_unstarted()
         else:
@@ -352,19 +328,16 @@ class Saver(keras.callbacks.Callback):
         model, session, feed = self.model, session_of(self.model), self._feed
         if feed.division is not None:
             batch, _ = session.split_data(Source(feed.data).first(1)[0])
-        elif not model.built:
+            own_step, is_eager = own_train_step(model), model.run_eagerly
+            return build.start(model, batch, own_step, is_eager=is_eager)
+        if not model.built:
             raise ValueError(
                 "The training is finished, and there is no data to build the model "
                 "from before it is restored. Received: a model that is not built. "
                 "Build it before, for example with an `Input` as its first layer."
             )
-        else:
-            build_optimizers(model)
-        if feed.division is None:
-            build.start_built(model, session)
-        else:
-            own_step, is_eager = own_train_step(model), model.run_eagerly
-            build.start(model, session, batch, own_step, is_eager=is_eager)
+        build_optimizers(model)
+        return build.start(model)
 
 
 @contextlib.contextmanager
@@ -396,6 +369,8 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
     saver = Saver(resume, setup, setup.callbacks + added)
     try:
         yield arguments | {"callbacks": [*arguments["callbacks"], *added, saver]}
+        saver.end_write()  # before the fit returns on any rank: they may read it
+        saver.end_if_requested()
     finally:
         saver.close()
 

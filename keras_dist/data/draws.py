@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from keras_dist import private
 # What is not in use now: the states that all ranks share, and this rank's own.
 _alike: list[Any] = []
 _own: list[Any] = []
+
+# Whether a fit on all ranks runs: another one is in a callback of it.
+is_in_fit: ContextVar[bool] = ContextVar("is_in_fit", default=False)
 
 
 def get_states() -> Any:
@@ -77,7 +81,7 @@ def enter_fit(states: Any) -> Iterator[None]:
     Args:
         states: The first rank's, from which all ranks begin.
     """
-    own, outer, here = _own[:], _alike[:], get_states()
+    own, outer, here, token = _own[:], _alike[:], get_states(), is_in_fit.set(True)
     _alike.clear()
     _own.clear()
     set_states(states)
@@ -86,6 +90,7 @@ def enter_fit(states: Any) -> Iterator[None]:
     finally:
         draw_common_numbers()
         _own[:], _alike[:] = own, outer
+        is_in_fit.reset(token)
         if outer:
             set_states(here)
 

@@ -5,10 +5,9 @@ import pickle
 import sys
 from pathlib import Path
 
-from keras_dist.launch.function import CALL, RESULT, write
+from keras_dist.launch.function import write
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    function, args, kwargs = pickle.loads((folder / CALL).read_bytes())
-    name = RESULT.format(rank=os.environ["HOROVOD_RANK"])
-    write(folder / name, function(*args, **kwargs))
+    call, *results = sys.argv[1:]
+    function, args, kwargs = pickle.loads(Path(call).read_bytes())
+    write(results[int(os.environ["HOROVOD_RANK"])], function(*args, **kwargs))

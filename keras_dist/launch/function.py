@@ -5,15 +5,12 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from keras_dist.launch.monitor.rank_process import PATHS
-
-# Files of a call: function and arguments; what a rank returned.
-CALL, RESULT = "call.pickle", "result.{rank}.pickle"
+from keras_dist.launch.monitor.record import make_file, name_file
 
 _LAUNCH = f"""
 import os, sys
@@ -61,31 +58,30 @@ def run(
     """
     if np < 1:
         raise ValueError(f"At least one rank is needed. Received: np={np}")
-    # Only this user can write to this folder, so its files are safe to unpickle.
-    with tempfile.TemporaryDirectory(prefix="keras_dist.") as folder:
-        write(Path(folder) / CALL, (function, tuple(args), dict(kwargs or {})))
-        command = [sys.executable, "-c", _LAUNCH, "run", "-np", str(np)]
-        command += ["--with-parent", str(os.getpid())]
-        command += ["-m", "keras_dist.launch.call", folder]
-        # The ranks can import what this process can import.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        process = subprocess.Popen(command, env={**os.environ, PATHS: paths})
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()  # until all ranks have ended
-            raise
-        if code:
-            raise RuntimeError(
-                "A rank has failed; its own error was printed above. "
-                f"Received: exit code {code}."
-            )
-        results = (Path(folder) / RESULT.format(rank=rank) for rank in range(np))
-        return [pickle.loads(result.read_bytes()) for result in results]
+    # Only this user can write to these files, so they are safe to unpickle.
+    call, *results = files = [make_file() for _ in range(np + 1)]
+    write(name_file(call), (function, tuple(args), dict(kwargs or {})))
+    command = [sys.executable, "-c", _LAUNCH, "run", "-np", str(np)]
+    command += ["--with-parent", str(os.getpid())]
+    command += ["-m", "keras_dist.launch.call", *map(name_file, files)]
+    # The ranks can import what this process can import.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    process = subprocess.Popen(command, env={**os.environ, PATHS: paths})
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()  # until all ranks have ended
+        raise
+    if code:
+        raise RuntimeError(
+            "A rank has failed; its own error was printed above. "
+            f"Received: exit code {code}."
+        )
+    return [pickle.load(result) for result in results]
 
 
-def write(path: Path, value: Any) -> None:
+def write(path: str, value: Any) -> None:
     """Pickle a value, also a function of a notebook, into a file."""
     # cloudpickle is installed with Horovod.
-    path.write_bytes(importlib.import_module("cloudpickle").dumps(value))
+    Path(path).write_bytes(importlib.import_module("cloudpickle").dumps(value))

@@ -65,7 +65,7 @@ def run_job(
     """
     name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     limits = TimeLimits()
-    stopped = note_signals(*[signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ))
+    stopped = note_signals()
     if over_ssh:
         threading.Thread(target=_read_signals, args=[stopped], daemon=True).start()
     meeting = Meeting(

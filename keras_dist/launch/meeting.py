@@ -184,7 +184,8 @@ class Meeting:
                 raise TimeoutError(
                     f"Not all {self._kind}s have arrived within {self._timeout:g} s. "
                     f"Received: {text}. Their own output shows the cause; each has to "
-                    f"be started, and to reach {self._meeting}."
+                    f"be started, and to reach {self._meeting}. To wait longer, set "
+                    f"KERAS_DIST_{self._kind.upper()}S_SECONDS."
                 )
             if now - said > _SAY_SECONDS:
                 said = now

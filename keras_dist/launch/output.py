@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from queue import Full, Queue
 from typing import IO, Any
 
 _CHUNK = 1 << 16
@@ -23,9 +24,9 @@ _CHUNK = 1 << 16
 # pieces, so that neither the memory nor the time for a chunk depends on its length.
 _LONGEST = 1 << 14
 
-# The most bytes that wait for a reader of the screen, once the ranks have to end; and
+# The most chunks that wait for a reader of the screen, once the ranks have to end; and
 # seconds to wait for one: after output, and at the end of a job that was stopped.
-_MOST_WAITING, _TICK, _LEAVE_SECONDS = 1 << 24, 0.1, 2.0
+_MOST_WAITING, _TICK, _LEAVE_SECONDS = 1 << 9, 0.1, 2.0
 
 # A line, or one state of a progress bar, which ends with a carriage return; or carriage
 # returns alone; or a part of a line, at the end.
@@ -48,26 +49,23 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[int, bytes]] = deque()  # to be written
+        self._pieces: Queue[tuple[int, bytes]] = Queue(_MOST_WAITING)  # to be written
         self._closed: set[int] = set()
-        self._changed = threading.Condition()
         # Is started when it is needed.
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def write(self, stream: Any, data: bytes) -> None:
         """Let the thread write to `sys.stdout` or `sys.stderr`."""
-        with contextlib.suppress(AttributeError, ValueError), self._changed:
-            number = stream.fileno()  # there is none if it was closed: `>&-`
-            if sum(len(each) for _, each in self._pieces) < _MOST_WAITING:
-                self._pieces.append((number, data))
+        # There is no number if it was closed: `>&-`.
+        with contextlib.suppress(AttributeError, ValueError, Full):
+            self._pieces.put_nowait((stream.fileno(), data))
             if self._thread.ident is None:
                 self._thread.start()
-            self._changed.notify_all()
 
     def wait(self, seconds: float) -> bool:
         """Wait until all is written, at most so long; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pieces, seconds)
+        with (done := self._pieces.all_tasks_done):
+            return done.wait_for(lambda: not self._pieces.unfinished_tasks, seconds)
 
     def leave(self, stopped: Sequence[int]) -> None:
         """Wait until all is written; for a while if the launcher was stopped."""
@@ -78,9 +76,7 @@ class Screen:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pieces)
-                number, data = self._pieces[0]
+            number, data = self._pieces.get()
             try:
                 if number not in self._closed:
                     _write_all(number, data)
@@ -88,9 +84,7 @@ class Screen:
                 self._closed.add(number)
                 name = "standard error" if number == 2 else "standard output"
                 _print_loss(f"{name} ({os.readlink(f'/proc/self/fd/{number}')})", error)
-            with self._changed:
-                self._pieces.popleft()
-                self._changed.notify_all()
+            self._pieces.task_done()
 
 
 SCREEN = Screen()  # of this process

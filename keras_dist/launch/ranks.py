@@ -6,12 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM
+from signal import SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 from typing import IO
 
 from keras_dist.launch.failures import RankEnd, Report
@@ -30,8 +29,8 @@ _GRACE = 3.0
 # SIGKILL.
 _END_SECONDS, _KILL_SECONDS, _TICK = 2.0, 5.0, 0.1
 
-# Signals that stop a job; and what ends the ranks where others have failed.
-_STOPS, FAILED = (SIGINT, SIGTERM, SIGHUP), -1
+# What ends the ranks where others have failed, in place of a signal.
+FAILED = -1
 
 # Variables of libraries that by default use all cores in each rank.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -93,18 +92,17 @@ def run_ranks(
     output, save_seconds = Output(command.log_dir), TimeLimits().save
     ranks: list[_Rank] = []
     failed_at = None
+    rank_process.adopt_orphans()  # where the parent of a rank is killed
     try:
         for slot in slots:
             ranks.append(rank := _start(command, slot, variables))
             output.add(rank.number, rank.process.stdout, rank.process.stderr)
         while not stop() and not all(rank.ended for rank in ranks):
             output.pass_on(_TICK)
-            now = time.monotonic()
-            if any(
-                [rank.find_end().code for rank in ranks]
-            ):  # the end of each is noted
-                failed_at = failed_at or now
-                if now - failed_at > _GRACE:
+            ends = [rank.find_end() for rank in ranks]
+            if any(end.code for end in ends):
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at > _GRACE:
                     break
         ends = [rank.find_end() for rank in ranks]
     finally:
@@ -142,7 +140,7 @@ class _Rank:
 def _start(command: Command, slot: Slot, variables: Mapping[str, str]) -> _Rank:
     """Start a rank, as a child of a small process that ends all it has started."""
     threads = len(os.sched_getaffinity(0)) // int(slot["HOROVOD_LOCAL_SIZE"])
-    (file := _make_file()).write(record.EMPTY)
+    (file := record.make_file()).write(record.EMPTY)
     environment = {
         **dict.fromkeys(_THREADS, str(max(1, threads))),
         "TF_CPP_MIN_LOG_LEVEL": "1",  # no information
@@ -150,9 +148,7 @@ def _start(command: Command, slot: Slot, variables: Mapping[str, str]) -> _Rank:
         "PYTHONUNBUFFERED": "1",
         **variables,
         **slot,
-        # By the descriptor of this process: no other account can open it, and
-        # subprocesses, as of `conda run`, inherit none.
-        rank_process.RECORD: f"/proc/{os.getpid()}/fd/{file.fileno()}",
+        rank_process.RECORD: record.name_file(file),
         **({} if command.log_dir else {rank_process.QUIET: "1"}),
     }
     runner = [sys.executable, rank_process.__file__, str(os.getpid())]
@@ -189,14 +185,8 @@ def _end(
             process.wait(_KILL_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
+    rank_process.end_children()
     output.close()
-
-
-def _make_file() -> IO[bytes]:
-    """Make a file in memory, without a name."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("keras_dist"), "r+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)  # as where Python is that of Conda
 
 
 def _describe_code(code: int) -> str:
@@ -210,15 +200,16 @@ def _describe_code(code: int) -> str:
     return f"was ended by {name}{hint if is_killed else ''}"
 
 
-def note_signals(*others: signal.Signals) -> list[int]:
+def note_signals() -> list[int]:
     """Return a list to which signals that stop a job are appended from now on.
 
-    They are Ctrl-C, SIGTERM, SIGHUP and others; they do not end this process. By
-    `nohup` it ignores SIGHUP.
+    They are Ctrl-C, SIGTERM, SIGHUP and, under SLURM, SIGUSR1; they do not end this
+    process. By `nohup` it ignores SIGHUP.
     """
     signal.signal(SIGCHLD, signal.SIG_DFL)  # ignored, it would hide all exit codes
     stopped: list[int] = []
-    for number in (*_STOPS, *others):
+    slurm = [SIGUSR1] * ("SLURM_JOB_ID" in os.environ)
+    for number in (SIGINT, SIGTERM, SIGHUP, *slurm):
         if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: stopped.append(number))
     return stopped

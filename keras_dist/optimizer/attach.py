@@ -180,18 +180,13 @@ def move_to_outermost(optimizer: Any) -> None:
             _attach(optimizer, part._averaging.options)
 
 
-def attach_to(optimizer: Any) -> contextlib.ExitStack:
-    """Context manager that averages the gradients of `optimizer`.
+def attach_to(optimizer: Any) -> None:
+    """Let `optimizer` average its gradients.
 
-    Afterwards the optimizer is as before. One that the user's `DistributedOptimizer`
-    has made average keeps its options.
+    One that the user's `DistributedOptimizer` has made average keeps its options.
     """
     move_to_outermost(optimizer)
-    undo = contextlib.ExitStack()
-    if not mixin.has(optimizer, ReducesGradients):
-        _attach(optimizer, Averaging())
-        undo.callback(mixin.remove, optimizer, ReducesGradients)
-    return undo
+    _attach(optimizer, Averaging())
 
 
 def apply_recorded(call: Recorded, averaged: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import keras
@@ -134,7 +134,7 @@ def scale_rate(
         step_multiplier: Steps of one process that one step here stands for.
     """
     for leaf in leaves(optimizer):
-        state = _state(leaf)  # with what a resume has restored
+        state = replace(_state(leaf))  # with what a resume has restored
         state.full, state.warmup_steps = full, warmup_steps
         state.step_multiplier = step_multiplier
         object.__setattr__(leaf, "_rate", state)
@@ -143,12 +143,6 @@ def scale_rate(
 
 def _state(leaf: Any) -> _Rate:
     return leaf._rate if mixin.has(leaf, ScalesRate) else _Rate()
-
-
-def unscale_rate(optimizer: Any) -> None:
-    """Undo `scale_rate`."""
-    for leaf in leaves(optimizer):
-        mixin.remove(leaf, ScalesRate)
 
 
 def rate_progress(leaf: Any) -> dict[str, float]:

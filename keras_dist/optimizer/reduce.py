@@ -17,6 +17,7 @@ from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates
 from keras_dist.optimizer.nested import nested_optimizers, variables_of
 from keras_dist.optimizer.sparse import Lookups, map_values, with_shape
+from keras_dist.optimizer.step_context import Request
 
 # Horovod matches collectives by name, and Keras's names repeat. An optimizer gets its
 # number where all ranks compare its gradients, so that they count alike.
@@ -25,7 +26,7 @@ _numbers = count()
 # Around the ranks in an error of TensorFlow.
 _MARK = "keras_dist: no update of rank "
 
-# A float32 holds these integers.
+# A float32 holds the integers of a step and a request.
 _MOST_STEPS = 2**20
 
 Op = Literal["average", "sum"]
@@ -352,15 +353,16 @@ def _sum_dense(
 ) -> tuple[list[Any], Any, list[Any]]:
     """Compute means or sums of dense gradients, and sums of weights and counts.
 
-    The stop request, and the number of each rank's step, are summed with them.
+    The number of each rank's step, and its request, are sent with them as one number.
     """
     wire = weight.dtype
-    context = step_context.current()
-    stop_request = context.stop_request
-    step = 0 if context.step is None else context.step % _MOST_STEPS
-    asked = 0 if stop_request is None else stop_request.as_tensor(wire)
+    requests, step = step_context.current().requests, step_context.current().step
+    sent = tf.zeros([], wire)
+    if requests is not None:
+        request = tf.cast(requests.own.read_value(), tf.int64)
+        sent = tf.cast(step % _MOST_STEPS * len(Request) + request, wire)
     values = [tensor * weight for tensor in dense] if is_mean else dense
-    numbers = [weight, asked, _by_rank(tf.cast(step, wire)), *counts]
+    numbers = [weight, _by_rank(sent), *counts]
     if compression and wire == tf.float32 and dense:
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
         finite = tf.where(tf.math.is_finite(flat), tf.abs(flat), 0.0)
@@ -376,13 +378,13 @@ def _sum_dense(
     else:
         summed = comm.sum_tensors([*values, *numbers], name=name, dtype=wire)
         sums, numbers = summed[: len(dense)], summed[len(dense) :]
-    total, agreed, steps, *counts = numbers
+    total, by_rank, *counts = numbers
     if is_mean:
         sums = [each / total for each in sums]
-    if stop_request is not None:
-        stop_request.collect(agreed)
-    if context.step is not None:
-        _check_steps(steps)
+    if requests is not None:
+        received = tf.cast(by_rank, tf.int32)
+        requests.collect(received % len(Request))
+        _check_steps(received // len(Request))
     return sums, total, counts
 
 

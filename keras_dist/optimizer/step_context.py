@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import tensorflow as tf
@@ -28,69 +29,73 @@ class LossKinds:
     gathered: frozenset[StepPlace] = frozenset()
 
 
-class StopRequest:
-    """The stop request of one rank, until all ranks act on it after the same step.
+class Request(IntEnum):
+    """What a rank requests of all ranks; what they do is the largest of their requests.
+
+    A stop comes before an end of all processes: it ends the epoch, which saves.
+    """
+
+    NOTHING = 0
+    SAVE = 1  # a checkpoint after this step
+    END = 2  # also the process
+    STOP = 3  # the training
+
+
+class Requests:
+    """The request of this rank, and that on which all ranks act after the same step.
 
     If one rank left Keras's loop first, the others would wait for it in the next
-    allreduce. So a request goes through three states:
+    allreduce. So the requests of all ranks come with the gradients of each update, and
+    at the end of an epoch they are gathered.
 
-    1. *requested*: this rank has called `ask`, or `ask_to_save` for a checkpoint;
-    2. *agreed*: the sum of all requests came with the gradients of an update
-       (`collect`), on all ranks in the same step;
-    3. *done*: the ranks act on it (`grant`, `clear`).
-
-    `is_asked` is true if this rank has requested to stop; `is_collective`, if it stops
-    only when all ranks have agreed; `is_shown`, if `stop_training` is true as soon as
-    this rank has requested it: at the end of an epoch, where Keras's loop reads it only
-    after the ranks have agreed.
+    Attributes:
+        asked: What this rank requests; `own` is a variable of its number.
+        is_alone: Whether this rank stops by itself: on one rank, or without an
+            agreement at the end of an epoch (`StopTogether`).
+        is_shown: Whether the user's callbacks run, which read what they have set.
     """
 
     def __init__(self) -> None:
         # On the CPU, since it is read after each batch. Keras does not save it.
         with tf.init_scope(), tf.device("CPU:0"):
-            self._own = tf.Variable(0.0, trainable=False)
-            self._agreed = tf.Variable(0.0, trainable=False)
-        self.is_asked = self.is_collective = self.is_shown = False
+            self.own, self._agreed = (tf.Variable(0, trainable=False) for _ in "12")
+        self.is_alone, self.is_shown = True, False
+        self.reset()
 
     def reset(self) -> None:
         """Begin a fit: nothing is requested."""
-        self.is_asked = self.is_collective = self.is_shown = False
-        self.clear()
+        self.ask(Request.NOTHING)
+        self._agreed.assign(Request.NOTHING)
 
-    def ask(self, is_asked: bool) -> None:
-        """Request to stop, or withdraw the request; sent with the next update."""
-        self.is_asked = is_asked
+    def ask(self, request: Request) -> None:
+        """Set what this rank requests; it is sent with the next update."""
+        self.asked = request
         with tf.init_scope():
-            self._own.assign(float(is_asked))
+            self.own.assign(request)
 
-    def ask_to_save(self) -> None:
-        """Make all ranks gather their save requests after the next update."""
-        self._own.assign(1.0)
+    def collect(self, by_rank: Any) -> None:
+        """Store what all ranks do, from the numbers of all, in an update of all."""
+        # One call may make several steps.
+        self._agreed.assign(tf.reduce_max([self._agreed, tf.reduce_max(by_rank)]))
 
-    def as_tensor(self, dtype: Any) -> Any:
-        """Return 1 if this rank has a request, else 0: a scalar, to be summed."""
-        return tf.cast(self._own.read_value(), dtype)
+    def agree_to_stop(self) -> None:
+        """Let the training stop if any rank requests it now. A collective."""
+        is_stop = any(comm.gather(self.asked == Request.STOP))
+        self._agreed.assign(Request.STOP if is_stop else Request.NOTHING)
 
-    def collect(self, total: Any) -> None:
-        """Store the sum of all ranks' requests, in an update that all ranks make."""
-        self._agreed.assign_add(tf.cast(total, self._agreed.dtype))
+    def is_stop(self) -> bool:
+        """Return True if the training stops; for Keras's loop, on all ranks."""
+        is_own = (self.is_alone or self.is_shown) and self.asked == Request.STOP
+        is_agreed = tf.executing_eagerly() and int(self._agreed) == Request.STOP
+        return is_own or is_agreed
 
-    def is_agreed(self) -> bool:
-        """Return True if a request of some rank has reached all; equal on all ranks."""
-        return tf.executing_eagerly() and float(self._agreed.numpy()) > 0
-
-    def grant(self, model: Any, *, is_agreed: bool) -> None:
-        """Set `stop_training` of `model` for Keras's loop; equal on all ranks.
-
-        This rank's own request stays until it is withdrawn.
-        """
-        model.__dict__["stop_training"] = is_agreed
-        self._agreed.assign(0.0)
-
-    def clear(self) -> None:
-        """Drop requests that were acted on; all ranks call this after the same step."""
-        self._own.assign(0.0)
-        self._agreed.assign(0.0)
+    def take(self) -> Request:
+        """Return what all ranks do after this step beside a stop, and drop it."""
+        agreed = Request(int(self._agreed))
+        if agreed not in (Request.SAVE, Request.END):
+            return Request.NOTHING
+        self._agreed.assign(Request.NOTHING)
+        return agreed
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ class StepContext:
             can be in it.
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
             all gradients come from the loss that was given to `scale_loss`.
-        stop_request: The stop request, which is sent with the gradients.
+        requests: This rank's request, which is sent with the gradients.
         draw_common_numbers: Context manager for the update, in which all ranks draw the
             same random numbers.
         recorded: A list to which `apply` adds its calls, without running them.
@@ -138,7 +143,7 @@ class StepContext:
     global_rows: int | None = None
     is_compiled: bool = False
     is_keras_path: bool = False
-    stop_request: StopRequest | None = None
+    requests: Requests | None = None
     draw_common_numbers: Callable[[], contextlib.AbstractContextManager[None]] = (
         contextlib.nullcontext
     )

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, plan, private
-from keras_dist.callbacks.callback_order import NextEpoch, on_this_rank, order_callbacks
+from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
 from keras_dist.callbacks.user_callbacks import is_writer, runs_on_first_rank_only
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed
@@ -263,8 +263,6 @@ def _make_arguments(
     if comm.size() == 1 and training.epoch is None:
         # The user's data as it is: Keras decides what it accepts.
         return given | {"callbacks": arguments["callbacks"]}
-    if training.epoch is not None:
-        arguments["callbacks"].append(NextEpoch())
     arguments["verbose"] = given["verbose"] if comm.rank() == 0 else 0
     if validation is not None:
         pieces = (validation.arguments[n] for n in ("x", "y", "sample_weight"))

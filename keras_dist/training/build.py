@@ -2,21 +2,27 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist import comm, private
+from keras_dist import comm, mixin, private
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.pipeline import as_untuned
 from keras_dist.lines import warn
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.nested import build_optimizer, optimizers_of
+from keras_dist.optimizer.attach import attach_to
+from keras_dist.optimizer.nested import (
+    build_optimizer,
+    nested_optimizers,
+    optimizers_of,
+)
+from keras_dist.optimizer.rate import scale_rate
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables, preserve_variables
-from keras_dist.training.session import Session
+from keras_dist.training.session import session_of
 
 
 def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -> None:
@@ -166,48 +172,60 @@ def _run_once(model: Any, run: Callable[[Any], Any], data: Any) -> None:
 
 def start(
     model: Any,
-    session: Session,
-    data: Any,
-    own_step: Callable[[Any], Any],
+    data: Any = None,
+    own_step: Callable[[Any], Any] | None = None,
     *,
-    is_eager: bool,
+    is_eager: bool = True,
 ) -> None:
-    """Build `model` and call the hooks, before its first step or as it is traced.
+    """Call the hooks, before the first step of `model` or as it is traced.
 
     After a `compile` in a callback it builds what that has made.
+
+    Args:
+        model: A model in a fit.
+        data, own_step: A batch, and the step, to build the model; `None` if it is.
+        is_eager: Whether steps run without a graph.
     """
+    session = session_of(model)
     is_first, session.has_started = not session.has_started, True
     # TensorFlow would trace a step once more in which variables were made.
     with (
         step_context.enter(step_context.StepContext()),
         tf.variable_creator_scope(_made_now),
     ):
-        if is_first or not is_eager:  # an eager step makes it by itself
+        # An eager step makes what is new by itself.
+        if own_step is not None and (is_first or not is_eager):
             build(model, own_step, data, is_eager=is_eager)
         # Outside of the graph that is being traced, so that this runs once, now.
         with tf.init_scope():
-            _call_hooks(
-                model, session, session.hooks if is_first else session.on_compile
-            )
+            prepare_optimizers(model)
+            batch_norm.synchronize(model, session.batch_norm, session.undo)
+            with session.traced.record_reset(model):
+                pass  # the build has made metrics
+            for hook in session.hooks if is_first else ():
+                hook()
+            if comm.size() > 1:
+                session.traced.noise.prepare(model)
 
 
-def start_built(model: Any, session: Session) -> None:
-    """Call the hooks of a model that is built, before its first step."""
-    session.has_started = True
-    with step_context.enter(step_context.StepContext()):
-        _call_hooks(model, session, session.hooks)
+def prepare_optimizers(model: Any) -> None:
+    """Let the optimizers of a model in a fit average, at scaled rates, until its end.
 
-
-def _call_hooks(
-    model: Any, session: Session, hooks: Sequence[Callable[[], None]]
-) -> None:
-    batch_norm.synchronize(model, session.batch_norm, session.undo)
-    with session.traced.record_reset(model):
-        pass  # the build has made metrics
-    for hook in hooks:
-        hook()
-    if comm.size() > 1:
-        session.traced.noise.prepare(model)
+    A train step may make one when it is first traced, a callback by `compile`, and a
+    `MultiOptimizer` its inner ones when it is built.
+    """
+    session = session_of(model)
+    # The step of the last fit, which the next one may use, is traced with `_averaging`.
+    kept = ("_rate",) if session.outer is None else ("_rate", "_averaging")
+    # The outermost first, which takes the averaging from those inside it.
+    found = sorted(optimizers_of(model), key=lambda o: -len(nested_optimizers(o)))
+    for outermost in found:
+        for part in nested_optimizers(outermost):
+            session.undo.enter_context(mixin.preserve(part, *kept))
+        if session.attaches:
+            attach_to(outermost)
+        if session.rates != (1.0, 0, 1):
+            scale_rate(outermost, *session.rates)
 
 
 def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:

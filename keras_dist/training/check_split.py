@@ -1,15 +1,13 @@
 """`check_split`: would several ranks train this model as one process does?"""
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dist.optimizer.attach import attach_to
-from keras_dist.optimizer.nested import optimizers_of
-from keras_dist.training import batch_norm, build, install, state_trial, step, trial
+from keras_dist.training import batch_norm, build, state_trial, step, trial
+from keras_dist.training.install import open_fit
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,9 @@ def check_split(
     )
     found = trial.Trial(reason=trial.explain_untriable(data))
     if not found.reason:
-        session = install.install(model)
-        with contextlib.ExitStack() as stack:
-            stack.callback(install.uninstall, model, is_over=True)
+        with open_fit(model, attaches=True):
             own_step = step.own_train_step(model)
-            build.start(model, session, data, own_step, is_eager=model.run_eagerly)
-            for optimizer in optimizers_of(model):
-                stack.enter_context(attach_to(optimizer))
+            build.start(model, data, own_step, is_eager=model.run_eagerly)
             found = trial.try_alone(trial.Runner(model, own_step), data)
     if found.reason:
         raise ValueError(f"`check_split` cannot try this train step: {found.reason}.")

@@ -11,7 +11,7 @@ from keras_dist import comm, mixin, private
 from keras_dist.data.batch_rows import BatchRows, take_off
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.step_context import StopRequest
+from keras_dist.optimizer.step_context import Requests
 from keras_dist.training.metric_state import MetricState, read_state, record_starts
 from keras_dist.training.metrics import UpdateCounts, list_own_metrics
 from keras_dist.training.noise import StepNoise
@@ -42,7 +42,7 @@ class TracedFunctions:
         runner: What tries it, if that has to be tried again.
         global_rows: Rows of all ranks in the first step that was traced.
         steps: The steps of this fit.
-        stop_request: This rank's stop request, and whether all ranks have agreed.
+        requests: What this rank requests of all, and what all have agreed on.
         noise: What steps draw without a seed, on several ranks.
         starts: The states in which metrics of the user's have begun, by their id.
     """
@@ -55,7 +55,7 @@ class TracedFunctions:
         self.global_rows: int | None = None
         self.rows_trained, self.rows_seen = _counter(0), _counter([0, 0, 0])
         self.steps = _counter(0)
-        self.stop_request, self.noise = StopRequest(), StepNoise()
+        self.requests, self.noise = Requests(), StepNoise()
         self.starts: dict[int, MetricState] = {}
         self._compiled: tuple[Any, ...] = ()
         self._functions: tuple[Any, Any] = (None, None)  # of training and evaluation
@@ -71,7 +71,8 @@ class TracedFunctions:
         self._compiled = compiled
         self._plain = model.train_function, model.test_function
         model.train_function, model.test_function = None, self._functions[1]
-        self.stop_request.reset()
+        self.requests.reset()
+        self.requests.is_alone = True
         for counter in (self.rows_trained, self.rows_seen, self.steps):
             counter.assign(tf.zeros_like(counter))
 
@@ -145,8 +146,12 @@ class Session:
         options: What is part of the graph of a step beside what is compiled; `None` if
             the next fit must not use the train function.
         is_traced: Whether this fit uses the train function of the last one.
+        outer: The session of the fit around this one, in a callback of which it is.
+        attaches: Whether this fit lets the optimizers average.
+        rates: See `scale_rate`: the full factor on learning rates, the steps until
+            then, and the steps of one process that one step stands for in schedules.
         hooks: What is called before the first step, when all variables exist and none
-            has changed: copies of weights to all ranks, scaled rates.
+            has changed, such as copies of weights to all ranks.
         has_started: Whether everything is built and copied in this fit.
         has_run: Whether the model's own train step has begun in this fit.
         calls: How often the train function was called in this fit.
@@ -157,20 +162,21 @@ class Session:
         feed: The training data.
         validation: The data on which Keras's loop evaluates.
         averages: Whether the state of metrics is summed over all ranks.
-        next_evaluation: What `Model.evaluate` evaluates on when it is called next.
         evaluation: The data of the evaluation that is running; `None` in a training.
         rows_restored: Rows of this epoch that the process before a resume trained on.
-        on_compile: What is called when a callback has compiled the model once more.
         before_predict: Synchronizes statistics before all ranks predict in this fit.
-        is_held: Whether `dist_fit` ends the session, when all callbacks have ended:
-            they may save and evaluate. Otherwise the first callback that ends does.
-        has_fit: Whether Keras's `fit` has called a callback of this package.
+        end_loop: What ends the fit after the hooks of `last_callback`, in a loop of the
+            user's own.
+        last_callback: The last `FitCallback` of the list.
         undo: What undoes all changes to the model and its optimizers.
     """
 
     traced: TracedFunctions
     options: Any = None
     is_traced: bool = False
+    outer: "Session | None" = None
+    attaches: bool = False
+    rates: tuple[float, int, int] = (1.0, 0, 1)
     hooks: list[Callable[[], None]] = field(default_factory=list)
     has_started: bool = False
     has_run: bool = False
@@ -181,37 +187,24 @@ class Session:
     feed: Feed = Feed(data=None)
     validation: Feed = Feed(data=None)
     averages: bool = False
-    next_evaluation: Feed = ALONE
     evaluation: Feed | None = None
     rows_restored: int = 0
-    on_compile: list[Callable[[], None]] = field(default_factory=list)
     before_predict: Callable[[], None] = lambda: None
-    is_held: bool = False
-    has_fit: bool = False
+    end_loop: Callable[[], None] = lambda: None
+    last_callback: Any = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def end_leftover(self, model: Any) -> None:
-        """Undo what a fit that raised has left: Keras calls no `on_train_end` then.
-
-        A callback of a fit that is running may call this, too, and it goes on.
-        """
-        is_over = self.has_fit and not private.is_in_fit(model)
-        if is_over and not self.is_held:
-            self.undo.close()  # and `model` is a plain model
-
-    def use(self, training: Feed, validation: Feed | None) -> None:
-        """Set the data of this fit."""
-        self.feed, self.validation = training, validation or self.validation
 
     @property
     def feeds(self) -> list[Feed]:
         """The data that may hold an error which the user's data raised."""
         return [self.feed, self.validation, self.evaluation or ALONE]
 
-    def call_at_start(self, hook: Callable[[], None], *, index: int = -1) -> None:
-        """Add a hook behind `index` others, or behind all, unless it is there."""
+    def call_at_start(
+        self, hook: Callable[[], None], *, is_first: bool = False
+    ) -> None:
+        """Add a hook before or behind all others, unless it is there."""
         if hook not in self.hooks:
-            self.hooks.insert(len(self.hooks) if index < 0 else index, hook)
+            self.hooks.insert(0 if is_first else len(self.hooks), hook)
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data begin an epoch."""
@@ -285,16 +278,10 @@ class Session:
         return self.evaluation is not ALONE
 
     @contextlib.contextmanager
-    def enter_evaluation(self, is_of_fit: bool = False) -> Iterator[None]:
-        """Context manager for an evaluation by Keras's own loop.
-
-        Args:
-            is_of_fit: Whether the loop of `Model.fit` calls it.
-        """
-        evaluation = self.validation if is_of_fit else self.next_evaluation
-        now = {"evaluation": evaluation, "next_evaluation": ALONE}  # of a callback
+    def evaluate(self, feed: Feed, **state: Any) -> Iterator[None]:
+        """Context manager in which Keras's loop evaluates a model on `feed`."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mixin.change(self, **now))
+            stack.enter_context(mixin.change(self, evaluation=feed, **state))
             if self.runs_on_all():
                 stack.enter_context(self.raise_on_all())
             yield

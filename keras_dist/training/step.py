@@ -21,10 +21,11 @@ from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import averages, check_again, only_attached
 from keras_dist.optimizer.reduce import explain_updates
+from keras_dist.optimizer.step_context import Request
 from keras_dist.training import build, losses, metrics, trial
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
-from keras_dist.training.session import Session, session_of
+from keras_dist.training.session import ALONE, Session, session_of
 
 
 class PredictsAlone:
@@ -68,14 +69,11 @@ class DistributedStep(PredictsAlone):
             return compute_gradients(self, step, data)
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = super().fit  # type: ignore[misc]
-        self._distributed_session.end_leftover(self)
-        return plain(*args, **kwargs)
-
-    def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = super().train_on_batch  # type: ignore[misc]
-        self._distributed_session.end_leftover(self)
-        return plain(*args, **kwargs)
+        plain, requests = super().fit, session_of(self).traced.requests  # type: ignore[misc]
+        requests.reset()
+        # In a callback, which may read what this rank alone has requested.
+        with mixin.change(requests, is_shown=False):
+            return plain(*args, **kwargs)
 
     def test_step(self: Any, data: Any) -> Any:
         data, rows = take_off(data)
@@ -135,17 +133,14 @@ class DistributedStep(PredictsAlone):
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         plain, session = super().compile, self._distributed_session  # type: ignore[misc]
-        session.end_leftover(self)
         plain(*args, **kwargs)
         session.traced.use_trial(None)
         session.traced.starts.clear()
-        for prepare in session.on_compile:
-            prepare()
+        build.prepare_optimizers(self)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._distributed_session.enter_evaluation(
-            kwargs.get(private.OF_FIT, False)
-        ):
+        session, is_of_fit = self._distributed_session, kwargs.get(private.OF_FIT)
+        with session.evaluate(session.validation if is_of_fit else ALONE):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
@@ -166,21 +161,13 @@ class DistributedStep(PredictsAlone):
 
     @property
     def stop_training(self: Any) -> bool:
-        stop_request = self._distributed_session.traced.stop_request
-        if stop_request.is_collective and stop_request.is_agreed():
-            return True
-        if stop_request.is_shown and stop_request.is_asked:
-            return True
-        return self.__dict__.get("stop_training", False)
+        return self._distributed_session.traced.requests.is_stop()
 
     @stop_training.setter
     def stop_training(self: Any, value: bool) -> None:
-        # A request of one rank: all ranks agree on it after the next batch, or in
-        # `StopTogether` at the end of the epoch.
-        stop_request = self._distributed_session.traced.stop_request
-        stop_request.ask(bool(value))
-        if not (value and stop_request.is_collective):
-            self.__dict__["stop_training"] = bool(value)
+        # All ranks agree on it after the next update, or at the end of the epoch.
+        request = Request.STOP if value else Request.NOTHING
+        self._distributed_session.traced.requests.ask(request)
 
 
 def count_rows(model: Any, data: Any) -> tuple[Any, BatchRows]:
@@ -198,7 +185,7 @@ def build_once(model: Any, data: Any, own_step: Callable[[Any], Any]) -> None:
     session = session_of(model)
     if not session.has_started:
         is_eager = tf.executing_eagerly()
-        build.start(model, session, data, own_step, is_eager=is_eager)
+        build.start(model, data, own_step, is_eager=is_eager)
 
 
 def follow_last_update(model: Any, data: Any) -> Any:
@@ -230,7 +217,7 @@ def describe_step(model: Any, data: Any, rows: BatchRows) -> step_context.StepCo
         rows_of_all=rows.total,
         global_rows=session.traced.global_rows,
         is_keras_path=is_keras_path and not session.traced.is_split,
-        stop_request=session.traced.stop_request,
+        requests=session.traced.requests,
         draw_common_numbers=session.traced.noise.draw_common_numbers,
     )
 
@@ -310,7 +297,7 @@ def _needs_batch(model: Any) -> bool:
     session = session_of(model)
     if session.is_traced and not session.has_started:
         session.has_run = True
-        build.start_built(model, session)
+        build.start(model)
     return not session.has_started or session.traced.global_rows is None
 
 
@@ -339,7 +326,7 @@ def _check_step_runs(model: Any) -> Iterator[None]:
 def _start(model: Any, batch: Any) -> None:
     """Build the model, copy it to all ranks and try its step, before it is traced."""
     session, own_step = session_of(model), own_train_step(model)
-    build.start(model, session, batch, own_step, is_eager=model.run_eagerly)
+    build.start(model, batch, own_step, is_eager=model.run_eagerly)
     traced, is_averaged = session.traced, comm.size() > 1 and averages(model)
     if traced.trial is None and is_averaged and not losses.needs_no_trial(model):
         _try_step(model, batch)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -123,10 +124,13 @@ sys.exit({"ends": 0}.get(sys.argv[1], 3))
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "fails", signal.SIGTERM, signal.SIGKILL])
+_HOW = ["ends", "fails", "1 parents", signal.SIGTERM, signal.SIGKILL]
+
+
+@pytest.mark.parametrize("how", _HOW)
 def test_daemons_without_environment_end_with_their_ranks(tmp_path, how):
     """No zombie is left either, where PID 1 does not reap, as in a container."""
-    name = how if isinstance(how, str) else str(int(how))
+    name = how.split()[0] if isinstance(how, str) else str(int(how))
     init = write_script(tmp_path, _INIT, "init.py")
     words = [
         sys.executable,
@@ -142,13 +146,16 @@ def test_daemons_without_environment_end_with_their_ranks(tmp_path, how):
     job = int(process.stdout.readline())
     daemons = [process.stdout.readline().split()[-1] for _ in range(2)]
     daemons = [psutil.Process(int(pid)) for pid in daemons]
-    if name != how:
+    if how == "1 parents":  # of the ranks, by `pkill -9 -f script.py`
+        for parent in psutil.Process(job).children():
+            parent.kill()
+    elif name != how:
         os.kill(job, how)
     until(lambda: not any(each.is_running() for each in daemons), "the daemons' end")
     stdout, stderr = process.communicate("\n", timeout=20)
     code, *left = stdout.split()
-    expected = {"ends": 0, "fails": 3, signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
-    assert int(code) == expected, stderr
+    expected = dict(zip(_HOW, [0, 3, 137, 143, -9], strict=True))
+    assert int(code) == expected[how], stderr
     # Nobody waits for the children of a launcher that was killed.
     assert left == [] if how != signal.SIGKILL else set(left) <= {"zombie"}
 
@@ -451,6 +458,33 @@ def test_ranks_of_several_hosts_are_one_job(tmp_path, left_behind):
     assert "Rank 0 on a was" in report
 
 
+_SAVES_AND_ENDS = """
+import signal, time
+class SavedExit(SystemExit):
+    pass
+def save(*_):
+    raise SavedExit(75)
+signal.signal(signal.SIGTERM, save)
+print("there", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_sigusr1_of_slurm_asks_the_ranks_of_all_hosts_to_save(tmp_path, left_behind):
+    """Where the command with `-H` is in a batch script."""
+    path = stand_in(tmp_path, 'exec sh -c "$3"\n')
+    hosts = ["-H", "a:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
+    words = [*RUN, *hosts, write_script(tmp_path, _SAVES_AND_ENDS)]
+    env = {"PYTHONPATH": PYTHONPATH, "PATH": path, "SLURM_JOB_ID": "7"}
+    process = start(words, env=env)
+    for _ in range(2):
+        assert process.stdout.readline().endswith("there\n")
+    process.send_signal(signal.SIGUSR1)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert "ended by SIGUSR1; the ranks ended together" in stderr
+
+
 def test_a_host_that_cannot_be_reached_is_named(tmp_path, left_behind):
     """And the ranks of the others end."""
     hosts = ["-H", "localhost:1,b:1", "--rdzv", f"127.0.0.1:{free_port()}"]
@@ -568,10 +602,16 @@ def test_a_function_runs_on_ranks_and_returns_their_values(capfd):
 
 
 def test_a_rank_of_a_function_passes_no_paths_on(tmp_path, monkeypatch):
-    """To another version of Python, say; it finds what this process does."""
+    """To another version of Python, say; it finds what this process does.
+
+    Neither does it leave a file, where a notebook is killed.
+    """
     write_script(tmp_path, "word = 'tea'", "of_this_test.py")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
 
     def look():
         import subprocess  # noqa: PLC0415
@@ -579,9 +619,10 @@ def test_a_rank_of_a_function_passes_no_paths_on(tmp_path, monkeypatch):
         import of_this_test  # noqa: PLC0415
 
         shown = subprocess.run(["env"], capture_output=True, text=True).stdout
-        return of_this_test.word, [line for line in shown.split() if "PATH" in line]
+        lines = [line for line in shown.split() if "PATH" in line]
+        return of_this_test.word, lines, os.listdir(os.environ["TMPDIR"])
 
     look.__module__ = "__main__"
-    [(word, lines)] = keras_dist.run(look, np=1)
-    assert word == "tea" and f"PYTHONPATH={PYTHONPATH}" in lines
+    [(word, lines, files)] = keras_dist.run(look, np=1)
+    assert word == "tea" and f"PYTHONPATH={PYTHONPATH}" in lines and files == []
     assert not any(str(tmp_path) in line for line in lines)

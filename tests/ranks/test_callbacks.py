@@ -125,6 +125,46 @@ def test_a_fit_in_a_callback_does_not_end_that_around_it(world, rows, make_model
     assert_equal_to_the_bit(model)
 
 
+@pytest.mark.parametrize(
+    "is_eager", [False, pytest.param(True, marks=pytest.mark.long)]
+)
+def test_a_dist_fit_in_a_callback_leaves_the_outer_one_as_it_was(
+    rows, make_model, is_eager
+):
+    """Its step, its rows and its rate, though it is one of the same model."""
+    x, y = rows
+    compiled = {"run_eagerly": is_eager, "jit_compile": False}
+
+    def train(fit, inner_rate, outer_rate):
+        model = make_model(keras.optimizers.SGD(0.1), **compiled)
+
+        def train_again(epoch, logs):
+            losses.extend(fit(model, x[:40], y[:40], inner_rate).history["loss"])
+
+        again, losses = keras.callbacks.LambdaCallback(on_epoch_end=train_again), []
+        given = {"epochs": 3, "callbacks": [again]}
+        losses += fit(model, x, y, outer_rate, **given).history["loss"]
+        return model, losses
+
+    def fit_plainly(model, x, y, rate, **given):
+        before = float(model.optimizer.learning_rate)
+        model.optimizer.learning_rate = rate
+        history = model.fit(x, y, batch_size=24, **given, **FIT)
+        model.optimizer.learning_rate = before
+        return history
+
+    def dist_fit(model, x, y, rate, **given):
+        given |= {"batch": "global", "lr_scaling": rate / 0.1}
+        return keras_dist.dist_fit(model, x, y, batch_size=24, **given, **FIT)
+
+    oracle, expected = train(fit_plainly, 0.2, 0.3)
+    model, losses = train(dist_fit, 0.2, 0.3)
+    assert losses == pytest.approx(expected, abs=2e-6)
+    assert largest_difference(model, oracle) < 1e-5
+    assert_equal_to_the_bit(model)
+    assert type(model) is keras.Sequential
+
+
 @pytest.mark.several_ranks
 def test_an_optimizer_that_does_not_average_is_found(rows, make_model):
     """The silent failure of Horovod's own layer on Keras 3 is an error here."""

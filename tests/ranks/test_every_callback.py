@@ -139,6 +139,28 @@ def test_a_stop_request_of_one_rank_stops_all(make_model, rows, hook, compressio
 
 
 @pytest.mark.several_ranks
+def test_a_stop_request_in_a_fit_of_a_callback_stops_all(make_model, rows):
+    """That fit, after the next batch; and then the outer one, as on one process."""
+    size = keras_dist.size()
+
+    def request(batch, logs):
+        if keras_dist.rank() == size - 1:
+            model.stop_training = True
+
+    def train_again(epoch, logs):
+        model.fit(*rows, batch_size=8, verbose=0, callbacks=[stop])
+
+    model = make_model(run_eagerly=False)
+    stop = callbacks.LambdaCallback(on_train_batch_end=request)
+    again = callbacks.LambdaCallback(on_epoch_end=train_again)
+    given = {"epochs": 3, "batch_size": 24, "callbacks": [again], "verbose": 0}
+    assert keras_dist.dist_fit(model, *rows, **given).epoch == [0]
+    steps = -(-101 // (24 * size)) + 2
+    assert keras_dist.gather(int(model.optimizer.iterations)) == [steps] * size
+    assert_equal_to_the_bit(model)
+
+
+@pytest.mark.several_ranks
 def test_hooks_are_called_as_by_one_process(make_model, rows):
     """`LambdaCallback` and a class with state, with the same epochs and batches."""
     data = tuple(array[:48] for array in rows)

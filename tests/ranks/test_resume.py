@@ -1,5 +1,6 @@
 """A training that was ended resumes at the same step, equal to the bit."""
 
+import functools
 import glob
 import itertools
 import os
@@ -385,63 +386,86 @@ class Reordered(keras.utils.PyDataset):
         self.rows = tuple(part[order] for part in self.rows)
 
 
+# The hook in which SIGTERM comes, and at which call of it, with so many steps an epoch.
+MOMENTS = {
+    "first step": ("on_train_batch_begin", lambda steps: 1),
+    "middle of an epoch": ("on_train_batch_end", lambda steps: steps + 1),
+    "last step": ("on_train_batch_end", lambda steps: 2 * steps),
+    "between epochs": ("on_epoch_begin", lambda steps: 2),
+    "validation": ("on_test_batch_begin", lambda steps: 1),
+    "last validation": ("on_test_end", lambda steps: 2),
+    "callback": ("on_epoch_end", lambda steps: 1),
+    "end of the training": ("on_train_end", lambda steps: 1),
+    "write": ("on_train_batch_begin", lambda steps: steps + 1),
+    "full disk": ("on_test_end", lambda steps: 2),
+}
+QUICK = {"first step", "last step", "last validation", "end of the training"}
+
+
 class Terminates(keras.callbacks.Callback):
-    """Sends SIGTERM to the last rank in the second epoch; may fill the disk before."""
+    """Sends SIGTERM to the last rank at a call of a hook."""
 
-    def __init__(self, moment, fill):
+    def __init__(self, hook, number):
         super().__init__()
-        self.moment, self.fill = moment, fill
+        self.number = number
+        setattr(self, hook, self.count)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self.is_last = epoch == 1
-        if self.is_last and self.moment == "full disk":
-            self.fill()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.ask(self.moment == "last step" and batch + 1 == self.params["steps"])
-
-    def on_test_end(self, logs=None):
-        self.ask(self.moment != "last step")
-
-    def ask(self, is_now):
-        """Send it, if this is the moment."""
-        if self.is_last and is_now and keras_dist.rank() == keras_dist.size() - 1:
+    def count(self, *args, **kwargs):
+        """The call."""
+        self.number -= 1
+        if self.number == 0 and keras_dist.rank() == keras_dist.size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("moment", ["last validation", "last step", "full disk"])
-def test_sigterm_at_the_end_ends_the_job_with_a_code_that_is_true(
-    folder, capsys, limit_files, moment
+@functools.cache
+def train_without_an_end():
+    """The weights after a training that nothing ends."""
+    x, y = rows_of_all()
+    held_out = x[:20] / NUM_ROWS, y[:20, None]
+    return small(None, validation_data=held_out, shuffle=False).get_weights()
+
+
+@pytest.mark.parametrize("moment", shortened([*MOMENTS], {*QUICK, "full disk"}))
+def test_sigterm_at_any_moment_ends_the_job_with_a_code_that_is_true(
+    folder, capsys, limit_files, monkeypatch, moment
 ):
     """75 if there is a checkpoint; 74 if it could not be written, with the one before.
 
     A script that goes on after the fit would train what comes next until it is killed.
+    The same command then gives the weights of a training that nothing has ended.
     """
 
-    def fill():
-        while keras_dist.rank() == 0 and not glob.glob(f"{folder}/checkpoint-*"):
+    def fill(epoch, logs):
+        while epoch and keras_dist.rank() == 0 and not glob.glob(f"{folder}/c*-*"):
             time.sleep(0.01)  # the first epoch is saved before
-        limit_files(4096)
+        if epoch:
+            limit_files(4096)
 
+    if moment == "write":
+        monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.1))
+    hook, find_number = MOMENTS[moment]
     x, y = rows_of_all()
-    options = {
-        "validation_data": (x[:20] / NUM_ROWS, y[:20, None]),
-        "callbacks": [Terminates(moment, fill)],
-    }
+    held_out = x[:20] / NUM_ROWS, y[:20, None]
+    options = {"validation_data": held_out, "shuffle": False}
+    ends = [Terminates(hook, find_number(-(-NUM_ROWS // (10 * keras_dist.size()))))]
+    is_full = moment == "full disk"
+    if is_full:
+        ends.append(keras.callbacks.LambdaCallback(on_epoch_begin=fill))
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
-            small(folder, **options)
+            small(folder, callbacks=ends, **options)
     finally:
         limit_files()
         signal.signal(signal.SIGTERM, before)
-    is_full = moment == "full disk"
     assert ended.value.code == (74 if is_full else 75)
     words = " ".join(capsys.readouterr().out.split())
     keras_dist.gather("all have ended")
     path = f"{folder}/checkpoint-00000001" if is_full else folder
     assert (f"resumes from {path}" in words) == (keras_dist.rank() == 0), words
     assert ("could not be written" in words) == (is_full and keras_dist.rank() == 0)
+    again = small(folder, **options).get_weights()
+    assert_same_bits(again, train_without_an_end())
 
 
 def test_a_url_is_no_folder(folder):

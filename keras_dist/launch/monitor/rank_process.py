@@ -151,17 +151,33 @@ def end_with(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def adopt_orphans() -> None:
+    """Let this process be the parent of whatever its children leave, daemons too."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> None:
+    """Kill and reap all children of this process, and all that they leave to it."""
+    end = time.monotonic() + _KILL_SECONDS
+    with contextlib.suppress(ChildProcessError):  # all have ended
+        while time.monotonic() < end:
+            for child in Path("/proc/thread-self/children").read_text().split():
+                with contextlib.suppress(PermissionError):  # of another account: `sudo`
+                    os.kill(int(child), signal.SIGKILL)
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
+
+
 def _fork_rank(launcher: int) -> None:
     """Fork the rank, and return there; this process ends all that the rank leaves.
 
-    It adopts what the rank and its children leave, daemons too, and ends with the
-    rank's exit code, or 128 + the number of the signal that ended it. It passes SIGTERM
-    on to the rank, and SIGINT to its session; at SIGHUP, and at the launcher's end, it
-    kills all.
+    It ends with the rank's exit code, or 128 + the number of the signal that ended it.
+    It passes SIGTERM on to the rank, and SIGINT to its session; at SIGHUP, and at the
+    launcher's end, it kills all.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     end_with(launcher, signal.SIGHUP)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     parent, rank = os.getpid(), os.fork()
     if rank == 0:
         os.setsid()
@@ -171,10 +187,8 @@ def _fork_rank(launcher: int) -> None:
 
     def pass_on(number: int, frame: Any) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if number == signal.SIGINT:  # as from a terminal
-                os.killpg(rank, number)
-            else:
-                os.kill(rank, signal.SIGKILL if number == signal.SIGHUP else number)
+            send = os.killpg if number == signal.SIGINT else os.kill  # as a terminal
+            send(rank, signal.SIGKILL if number == signal.SIGHUP else number)
 
     passed_on = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     for number in passed_on:
@@ -184,14 +198,7 @@ def _fork_rank(launcher: int) -> None:
     while ended != rank:
         ended, status = os.wait()
     code = os.waitstatus_to_exitcode(status)
-    end = time.monotonic() + _KILL_SECONDS
-    with contextlib.suppress(ChildProcessError):  # all have ended
-        while time.monotonic() < end:  # what ends leaves its children to this process
-            for child in Path("/proc/thread-self/children").read_text().split():
-                with contextlib.suppress(PermissionError):  # of another account: `sudo`
-                    os.kill(int(child), signal.SIGKILL)
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.01)
+    end_children()
     os._exit(code if code >= 0 else 128 - code)
 
 

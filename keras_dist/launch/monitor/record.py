@@ -4,10 +4,11 @@ import contextlib
 import mmap
 import os
 import struct
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import IO, Any
 
 from keras_dist.launch.monitor.rank_process import POSITION_BYTES, RECORD, record_path
 
@@ -116,6 +117,21 @@ def read(descriptor: int) -> tuple[RankPosition, str]:
     names = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, collective))
     report = content[POSITION_BYTES:].decode(errors="replace")
     return RankPosition(*numbers, *names), report
+
+
+def make_file() -> IO[bytes]:
+    """Make a file in memory that is in no folder."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("keras_dist"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)  # as where Python is that of Conda
+
+
+def name_file(file: IO[bytes]) -> str:
+    """Return a path by which other processes of this user, and no others, open a file.
+
+    They need not inherit its descriptor, which is lost behind a `conda run`.
+    """
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 # Of this process alone: those that it starts or forks are elsewhere.

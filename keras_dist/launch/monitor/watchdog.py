@@ -5,6 +5,7 @@ all the time, do not count; `psutil` has bytes for whole processes alone.
 """
 
 import atexit
+import math
 import os
 import select
 import sys
@@ -163,21 +164,16 @@ class Watchdog(threading.Thread):
         if isinstance(lines := self._store.get(_STALLED), list):
             return [str(line) for line in lines]
         statuses = self._read_statuses(now)
-        limit = self._choose_limit(
-            [
-                own,
-                *(s for k, s in statuses.items() if s and not self._is_silent(k, now)),
-            ]
-        )
+        known = {self._rank: own, **{k: s for k, s in statuses.items() if s}}
+        limit = self._choose_limit(known.values())
         # A rank without a heartbeat has not begun.
-        are_idle = all(
-            status and (self._is_silent(rank, now) or status["idle"] > _ALMOST * limit)
-            for rank, status in statuses.items()
+        are_idle = len(known) == self._size and all(
+            status["idle"] > _ALMOST * limit for status in known.values()
         )
-        are_with_others = [s["is_with_others"] for s in (own, *statuses.values()) if s]
-        if own["idle"] <= limit or not are_idle or not any(are_with_others):
+        are_with_others = any(status["is_with_others"] for status in known.values())
+        if own["idle"] <= limit or not are_idle or not are_with_others:
             return None
-        lines = self._describe({**statuses, self._rank: own}, now)
+        lines = self._describe(known)
         self._store.put(_STALLED, lines)
         return lines
 
@@ -187,30 +183,30 @@ class Watchdog(threading.Thread):
         return self._alone_limit if is_alone else self._limit
 
     def _read_statuses(self, now: float) -> dict[int, dict[str, Any] | None]:
-        """Return the heartbeat of each other rank; by one request where possible."""
+        """Return the heartbeat of each other rank; by one request where possible.
+
+        One that is silent is suspended, or has ended: it is idle for ever.
+        """
         assert self._store is not None
         found, statuses = self._store.get_all(""), {}
         for rank in set(range(self._size)) - {self._rank}:
             name = str(rank)
             value = self._store.get(name) if found is None else found.get(name)
-            statuses[rank] = status = value if _is_status(value) else None
+            status = value if _is_status(value) else None
             beat = status["beat"] if status else 0
             if beat != self._seen.get(rank, (-1, now))[0]:
                 self._seen[rank] = beat, now
+            if status and now - self._seen[rank][1] > _SILENT * self._limit:
+                status |= {"idle": math.inf, "is_alone": False}
+            statuses[rank] = status
         return statuses
 
-    def _is_silent(self, rank: int, now: float) -> bool:
-        """Return whether a rank is suspended or has ended, by its heartbeats."""
-        return now - self._seen.get(rank, (0, now))[1] > _SILENT * self._limit
-
-    def _describe(
-        self, statuses: Mapping[int, dict[str, Any] | None], now: float
-    ) -> list[str]:
+    def _describe(self, statuses: Mapping[int, dict[str, Any]]) -> list[str]:
         """Return a line for each missing rank, and for each position of the waiting."""
         groups: dict[tuple[str, str], list[int]] = {}
         for rank, status in sorted(statuses.items()):
-            group = "Waiting", status["position"] if status else ""
-            if status is None or self._is_silent(rank, now):
+            group = "Waiting", status["position"]
+            if status["idle"] == math.inf:
                 group = _MISSING, "it does not respond"
             elif status["code"]:
                 group = _MISSING, f"{status['position']}, {status['code']}"
