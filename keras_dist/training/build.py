@@ -205,7 +205,7 @@ def start(
             for hook in session.hooks if is_first else ():
                 hook()
             if comm.size() > 1:
-                session.traced.noise.prepare(model)
+                session.traced.noise.prepare(model, session.undo)
 
 
 def prepare_optimizers(model: Any) -> None:

@@ -41,20 +41,35 @@ class StepNoise:
     def __init__(self) -> None:
         self._seed: int | None = None
         self._shared_seed: int | None = None
-        self._generator: keras.random.SeedGenerator | None = None
+        # A step in which one is made would be traced once more.
+        self._generator = keras.random.SeedGenerator(0)
+        self._begun: Any = None  # its state as the fit began
 
-    def prepare(self, model: Any) -> None:
-        """Make the generator; a step in which one is made would be traced once more.
+    def prepare(self, model: Any, undo: contextlib.ExitStack) -> None:
+        """Begin a fit, unless it has begun. All ranks call this.
 
-        All ranks call this as a fit begins.
+        Args:
+            model: The model, with its weights.
+            undo: Is closed when the fit is over.
         """
         if self._seed is None:
             self._seed = _derive_seed(model)
-            self._generator = keras.random.SeedGenerator(0)
-        first = comm.broadcast((private.global_seed(), _next_keras_state()))
-        self._shared_seed, state = first
-        assert self._generator is not None
-        self._generator.state.assign(state)
+        if self._begun is None:
+            first = comm.broadcast((private.global_seed(), _next_keras_state()))
+            self._shared_seed, self._begun = first
+            self._generator.state.assign(self._begun)
+            undo.callback(self._finish)
+
+    def _finish(self) -> None:
+        """Let `keras.random` go on as after a fit on one process."""
+        now, begun = comm.to_array(self._generator.state), self._begun
+        self._begun = None
+        if any(now != begun):
+            state = private.keras_state()
+            if state.get(private.SEED_GENERATOR) is None:
+                seed = random.randint(1, int(1e9))  # as Keras, which draws it, too
+                state[private.SEED_GENERATOR] = keras.random.SeedGenerator(seed)
+            state[private.SEED_GENERATOR].state.assign(now)
 
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
@@ -156,5 +171,9 @@ def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
     total = context.global_rows or comm.size() if begin is None else context.rows_of_all
     if begin is None:  # right if the ranks' batches have as many rows
         begin = comm.rank() * (total // comm.size())
-    times = tf.where(tf.equal(shape[0] % length, 0), shape[0] // length, 0)
+    # Steps of time may be beside the rows; a vector has a number for each row or none.
+    is_rows = tf.equal(
+        shape[0] % length if shape.shape[0] > 1 else shape[0] - length, 0
+    )
+    times = tf.where(is_rows, shape[0] // length, 0)
     return shape, tf.cast(begin, tf.int64), tf.cast(total, tf.int64), times
