@@ -41,6 +41,7 @@ def distribute(
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule = "auto",
+    batch_norm: Literal["auto", "global", "rank"] = "auto",
     shard: Literal["auto", "none", "first"] = "auto",
     save_steps: int | None = None,
     save_seconds: float | None = 300,
@@ -57,8 +58,9 @@ def distribute(
 
     Args:
         batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
-            shard, save_steps, save_seconds: See `dist_fit`. Here the default of `batch`
-            is `"global"`, so a script for one process gives the same model.
+            batch_norm, shard, save_steps, save_seconds: See `dist_fit`. Here the
+            default of `batch` is `"global"`, so a script for one process gives the same
+            model.
 
     Returns:
         A context manager that undoes the change when it exits. Using it is optional.

@@ -70,6 +70,7 @@ def dist_fit(
     warmup_epochs: float = 0,
     steps_scaling: StepsRule = "auto",
     validation_steps_scaling: StepsRule = "auto",
+    batch_norm: Literal["auto", "global", "rank"] = "auto",
     shard: Literal["auto", "none", "first"] = "auto",
     target_accuracy: float | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -104,6 +105,10 @@ def dist_fit(
             rounded up, or `"none"`. With `"divide"`, a `LearningRateSchedule` is read
             at step × size. `"auto"`: divide, or none with `batch="global"`.
         validation_steps_scaling: Like `steps_scaling`, for `validation_steps`.
+        batch_norm: Which rows `BatchNormalization` layers that are trained normalize
+            by: `"global"`, those of all ranks, as one process does, for two small
+            collectives for each layer and step; or `"rank"`, those of the rank,
+            but for layers with `synchronized=True`. `"auto"`: as `batch`.
         shard: `"auto"`: arrays are sharded by row; data in batches is sharded by batch
             if all ranks have the same batches. `"none"`: you have already split all
             data. `"first"`: the first rank reads data in batches, and sends every batch
@@ -195,6 +200,7 @@ def _train_on_data(
                 validation=setup.validation or Feed(data=None),
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
                 attaches=comm.size() > 1,
+                batch_norm=options.batch_norm,
                 is_verbose=given["verbose"] != 0,
             ) as session,
             raise_own_errors(session.feeds),
@@ -224,13 +230,15 @@ def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
 def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
     """Context manager in which a rank that reads data of its own draws its own."""
     source = setup.training.source
-    is_own = isinstance(source, Source) and not (source.is_same or source.presharded)
+    is_own = isinstance(source, Source) and not (
+        source.is_replicated or source.presharded
+    )
     if comm.size() > 1 and (is_own or options.shard == "none"):
-        draws.draw_own(comm.rank())
+        draws.draw_rank_numbers(comm.rank())
     try:
         yield
     finally:
-        draws.draw_alike()
+        draws.draw_common_numbers()
 
 
 def _find_order_seed(model: Any) -> int:
@@ -344,7 +352,7 @@ def predict(
     if comm.size() == 1 or options.shard == "none":
         _check_predict(model, gather)
         return predict_rows(x, steps)  # one rank may call it alone
-    with comm.together():
+    with comm.wait_for_all_ranks():
         _check_predict(model, gather)
         # Batches stay whole, and `steps` counts steps of one process.
         options = replace(options, batch="global", validation_steps_scaling="none")
@@ -372,7 +380,7 @@ def predict(
     pieces = {"x": x, "y": None, "sample_weight": None}
     feed = _make_feed(model, "predicted", pieces, given, options)
     with raise_own_errors([feed]):
-        if is_source and not x.is_same:
+        if is_source and not x.is_replicated:
             return predict_rows(feed.data, steps)
         if mixin.has(model, DistributedStep):
             session_of(model).before_predict()
@@ -457,7 +465,7 @@ class DistributedModel:
     Args:
         model: A `keras.Model`.
         batch, lr_scaling, warmup_epochs, steps_scaling, validation_steps_scaling,
-            shard, target_accuracy, resume, save_steps,
+            batch_norm, shard, target_accuracy, resume, save_steps,
             save_seconds: Defaults for these arguments of `fit`. See `dist_fit`.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 # override `__class__` by a property, so `target.__class__ = …` does not work.
 _CLASS = object.__dict__["__class__"]
 
-Method = tuple[type, str]
+Method = tuple[Any, str]
 
 _lock = threading.Lock()
 # What undoes the change, and the functions that are in use.
@@ -156,7 +156,7 @@ def preserve(target: Any, *names: str) -> Iterator[None]:
             object.__setattr__(target, name, value)
 
 
-def set_method(cls: type, name: str, method: Any) -> Callable[[], None]:
+def set_method(cls: Any, name: str, method: Any) -> Callable[[], None]:
     """Set a method of a class, which may inherit it; return what undoes this."""
     before = vars(cls).get(name)
     setattr(cls, name, method)
@@ -166,23 +166,26 @@ def set_method(cls: type, name: str, method: Any) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def replace_method(cls: type, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """Context manager that calls a function in place of a method of a class.
+def replace_method(cls: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    """Context manager that calls a function in place of a method, or of a function.
 
     A class has one method for all threads. So as long as somebody asks for it, the
     class has a method that looks up where it is called: what runs in another thread,
     such as another fit, calls what the class had before.
 
     Args:
-        cls: The class.
-        name: Name of the method.
+        cls: The class, or the module of a function.
+        name: Name of the method, or the function.
         ours: Its arguments are the plain method bound to its object, the object, and
-            the call's arguments.
+            the call's arguments; without an object for a function.
     """
     key = cls, name
     with _lock:
         if key not in _users:
-            method = functools.partialmethod(_call, key, getattr(cls, name))
+            plain: Any = getattr(cls, name)
+            method: Any = functools.partial(_call_function, key, plain)
+            if isinstance(cls, type):
+                method = functools.partialmethod(_call, key, plain)
             _users[key] = [set_method(cls, name, method)]
         _users[key].append(ours)
     token = _replaced.set({**_replaced.get({}), key: ours})
@@ -194,6 +197,11 @@ def replace_method(cls: type, name: str, ours: Callable[..., Any]) -> Iterator[N
             _users[key].remove(ours)
             if len(_users[key]) == 1:
                 _users.pop(key)[0]()
+
+
+def _call_function(key: Method, plain: Any, /, *args: Any, **kwargs: Any) -> Any:
+    ours = _replaced.get({}).get(key)
+    return plain(*args, **kwargs) if ours is None else ours(plain, *args, **kwargs)
 
 
 def _call(self: Any, key: Method, plain: Any, *args: Any, **kwargs: Any) -> Any:

@@ -225,6 +225,14 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
+def random_operations() -> Any:
+    """Return the module of the functions by which TensorFlow draws from a counter."""
+    draw = tf.random.stateless_uniform
+    while hasattr(draw, "__wrapped__"):
+        draw = draw.__wrapped__
+    return draw.__globals__["gen_stateless_random_ops_v2"]
+
+
 def operation_seed_generator() -> Any:
     """Return the `random.Random` that gives operations without a seed theirs.
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_dist import comm, private
 from keras_dist.callbacks.fit_callback import FitCallback
@@ -13,16 +12,14 @@ from keras_dist.optimizer.nested import build_optimizer, optimizers_of, state_of
 from keras_dist.training.same_values import agree_on_constants
 from keras_dist.training.session import session_of
 
-GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: seeds of adjacent ranks differ much
-
 
 class BroadcastVariables(FitCallback):
     """Broadcasts the first rank's weights and optimizer state before the first step.
 
     The model and its optimizer are built first: otherwise the optimizer would have no
     state to copy, and the first step would start from different weights. States of
-    random generators are not copied, but derived from the first rank's: each rank draws
-    its own dropout masks, and one seed makes them reproducible.
+    random generators are copied, too: each rank draws its rows of what one process
+    draws.
 
     Position in the list: last, so that state restored by another callback on the first
     rank is broadcast, too.
@@ -59,7 +56,7 @@ class BroadcastVariables(FitCallback):
         has_started = comm.size() == 1 or session_of(self.model).has_started
         if not has_started and any(comm.gather(self.model.built)):
             # What the first rank restored, if no epoch was left to train.
-            with comm.together():
+            with comm.wait_for_all_ranks():
                 build_optimizers(self.model)
             self._copy()
         super().on_train_end(logs)
@@ -81,11 +78,8 @@ class BroadcastVariables(FitCallback):
         count = {"the number of random generators": len(seeds)}
         comm.agree_on_variables(variables, count)
         agree_on_constants(self.model)
-        comm.broadcast_variables(variables, 0)
-        states = [comm.to_array(seed) for seed in seeds]
-        received = comm.broadcast(states)
-        for variable, value in zip(seeds, received, strict=True):
-            variable.assign(_derive_rank_seed(value, comm.rank()))
+        # Each rank draws its rows of one draw: `training.noise`.
+        comm.broadcast_variables([*variables, *seeds], 0)
 
 
 def build_optimizers(model: Any) -> None:
@@ -106,13 +100,6 @@ def state_variables(model: Any) -> list[Any]:
 def seed_states(model: Any) -> list[Any]:
     """List the states of the model's generators of random numbers."""
     return [v for v in model.variables if v.name == "seed_generator_state"]
-
-
-def _derive_rank_seed(state: np.ndarray, rank: int) -> np.ndarray:
-    seeded = state.copy()
-    seed = int(state.flat[0]) + rank * GOLDEN
-    seeded.flat[0] = np.asarray(seed % 2**32).astype(state.dtype)
-    return seeded
 
 
 def _check_averages(model: Any) -> None:

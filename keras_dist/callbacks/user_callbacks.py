@@ -177,7 +177,7 @@ class UserCallbacks(keras.callbacks.Callback):
     def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
         for index in reversed(range(self._num_phases)):
             phase = self._phases[index] if index < len(self._phases) else ()
-            with comm.together():
+            with comm.wait_for_all_ranks():
                 self._call(phase, hook, *args, **kwargs)
         if hook == "on_train_end":
             self._share_attributes()

@@ -156,7 +156,7 @@ def on_first_rank(path: str) -> Iterator[bool]:
         ValueError: On all ranks, if all checkpoints are damaged.
         RuntimeError: On all ranks, if the folder cannot be read or written to.
     """
-    with comm.together():
+    with comm.wait_for_all_ranks():
         try:
             yield comm.rank() == 0
         except OSError as error:

@@ -12,7 +12,12 @@
   rank runs before the others
 """
 
-from keras_dist.comm.agreement import agree, agree_on_variables, first_rank, together
+from keras_dist.comm.agreement import (
+    agree,
+    agree_on_variables,
+    first_rank,
+    wait_for_all_ranks,
+)
 from keras_dist.comm.collectives import (
     average,
     broadcast,

@@ -14,7 +14,7 @@ from keras_dist.errors import mark_known
 
 
 @contextlib.contextmanager
-def together(call: str = "together") -> Iterator[None]:
+def wait_for_all_ranks(call: str = "wait_for_all_ranks") -> Iterator[None]:
     """Context manager that ends when all ranks are at its end, or raises on all.
 
     The blocks need not be the same lines of code on all ranks.
@@ -115,7 +115,7 @@ def first_rank() -> Iterator[bool]:
     is_first = runtime.rank() == 0
     if not is_first:
         exchange(None, "first_rank")  # while the first rank is in its block
-    with together("first_rank"), runtime.without_collectives():
+    with wait_for_all_ranks("first_rank"), runtime.without_collectives():
         yield is_first
     if is_first:
         exchange(None, "first_rank")  # while the others are in theirs

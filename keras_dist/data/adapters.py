@@ -372,7 +372,7 @@ def is_dealt(source: Source, spec: ShardSpec) -> bool:
 
     A rank alone is dealt all of them if its position is saved.
     """
-    return source.is_same or (spec.size == 1 and spec.keeps_position)
+    return source.is_replicated or (spec.size == 1 and spec.keeps_position)
 
 
 def _count_dealt(source: Source, spec: ShardSpec) -> int | None:
@@ -442,7 +442,7 @@ def describe_sharding(source: Source, spec: ShardSpec, *, is_training: bool) -> 
         return kind
     if source.presharded is not None:
         return f"{kind}, sharded before decoding, by row"
-    if not source.is_same:
+    if not source.is_replicated:
         reason = ": the ranks' batches differ" if spec.shard != "none" else ""
         return f"{kind}, already split{reason}"
     if source.kind != "sequence" or (spec.is_global and is_training):

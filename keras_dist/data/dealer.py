@@ -26,13 +26,8 @@ from keras_dist.data.pipeline import (
     assert_length,
     count_batches,
     finite_or_none,
-    join_windows,
     map_batches,
-)
-
-# Stands in the error of a pass whose last round has too few batches.
-_WRONG_COUNT = (
-    "Batches after the last full round: expected to contain others but contained"
+    select,
 )
 
 
@@ -115,31 +110,23 @@ class Dealer:
         Each rank reads all batches of a round, to the end of the data: a rank that
         stopped before it would cut a cache in it short (see `Source`).
         """
-        length = count_batches(dataset)
-        total = finite_or_none(length)
+        total = finite_or_none(count_batches(dataset))
+        dataset = dataset if total is None else assert_length(dataset, total)
+        if self.splits_batches or (self.size == 1 and self.puts_numbers):
+            return map_batches(dataset, self.put_numbers)
+        # In the last round, this rank may have a copy of the last batch.
+        copied = -1
+        if total is not None and self.is_training:
+            copied = total - 1 if 0 < total % self.size <= self.rank else -1
 
-        if self.size == 1 or self.splits_batches or total is None:
-            is_own = self.size == 1 or self.splits_batches
-            own = dataset if is_own else dataset.shard(self.size, self.rank)
-            own = map_batches(own, self.put_numbers) if self.puts_numbers else own
-            return own if total is None else assert_length(own, total)
-        left_over = total % self.size
+        def is_own(number: tf.Tensor) -> tf.Tensor:
+            is_dealt = tf.equal(number % self.size, self.rank)
+            return is_dealt | tf.equal(number, copied)
 
-        def take(batches: tf.data.Dataset, count: tf.Tensor) -> tf.data.Dataset:
-            # `window` takes an error at the end of the data for the end itself.
-            is_right = tf.equal(count, self.size) | tf.equal(count, left_over)
-            check = tf.debugging.Assert(is_right, [_WRONG_COUNT, count])
-            with tf.control_dependencies([check]):
-                index = tf.identity(tf.constant(self.rank, tf.int64))
-                index = tf.minimum(index, count - 1) if self.is_training else index
-            own = batches.skip(index).take(1)
+        def as_given(number: tf.Tensor, batch: Any) -> Any:
             if not self.puts_numbers:
-                return own
-            return map_batches(
-                own, lambda b: self.put_numbers(b, self.rank < count), None
-            )
+                return batch
+            return self.put_numbers(batch, tf.equal(number % self.size, self.rank))
 
-        # A window is read to its end before a batch of it is.
-        return assert_length(
-            join_windows(dataset, self.size, take), self.num_steps(total)
-        )
+        steps = tf.data.INFINITE_CARDINALITY if total is None else self.num_steps(total)
+        return assert_length(select(dataset, is_own, as_given), steps)

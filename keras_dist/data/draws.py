@@ -88,14 +88,14 @@ def enter_fit(states: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        draw_alike()
+        draw_common_numbers()
         _own[:], _alike[:] = own, outer
         is_in_fit.reset(token)
         if outer:
             set_states(here)
 
 
-def draw_own(rank: int) -> None:
+def draw_rank_numbers(rank: int) -> None:
     """From now on, draw numbers that no other rank draws."""
     if not _alike:
         _alike.append(get_states())
@@ -108,7 +108,7 @@ def draw_own(rank: int) -> None:
                 operations.seed(random.getrandbits(32))
 
 
-def draw_alike() -> None:
+def draw_common_numbers() -> None:
     """From now on, draw again what all ranks draw."""
     if _alike:
         _own[:] = [get_states()]

@@ -193,9 +193,7 @@ def begin_unread_pass(
 
 
 def map_batches(
-    dataset: tf.data.Dataset,
-    function: Callable[[Any], Any],
-    calls: int | None = tf.data.AUTOTUNE,
+    dataset: tf.data.Dataset, function: Callable[[Any], Any]
 ) -> tf.data.Dataset:
     """Map a function of a whole batch, several at a time; `map` unpacks tuples."""
     is_tuple = type(dataset.element_spec) is tuple
@@ -204,29 +202,7 @@ def map_batches(
     def call(*batch: Any) -> Any:
         return function(batch if is_tuple else batch[0])
 
-    return dataset.map(call, calls, deterministic=True if calls else None)
-
-
-def join_windows(
-    source: tf.data.Dataset,
-    count: int,
-    own: Callable[[tf.data.Dataset, tf.Tensor], tf.data.Dataset],
-) -> tf.data.Dataset:
-    """Join `own(window, its length)` of each `count` elements, or fewer at the end.
-
-    All of `source` is read. To stop before its end would cut a cache in it short.
-    """
-    is_tuple = type(source.element_spec) is tuple  # `flat_map` unpacks tuples
-
-    @tf.autograph.experimental.do_not_convert
-    def of_window(*components: Any) -> tf.data.Dataset:
-        window = tf.data.Dataset.zip(components if is_tuple else components[0])
-        return own(window, window.cardinality())
-
-    windows, length = source.window(count), finite_or_none(count_batches(source))
-    if length is not None:
-        windows = assert_length(windows, math.ceil(length / count))
-    return windows.flat_map(of_window)
+    return dataset.map(call, tf.data.AUTOTUNE, deterministic=True)
 
 
 def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
@@ -246,9 +222,13 @@ def first_steps(dataset: tf.data.Dataset, steps: int) -> tf.data.Dataset:
 
 
 def select(
-    dataset: tf.data.Dataset, is_selected: Callable[[tf.Tensor], tf.Tensor]
+    dataset: tf.data.Dataset,
+    is_selected: Callable[[tf.Tensor], tf.Tensor],
+    make: Callable[[tf.Tensor, Any], Any] = lambda _, element: element,
 ) -> tf.data.Dataset:
-    """Yield the elements of which the number is selected; all of `dataset` is read.
+    """Yield `make(number, element)` of those of which the number is selected.
+
+    All of `dataset` is read: to stop before its end would cut a cache in it short.
 
     >>> even = select(tf.data.Dataset.range(5, 10), lambda number: number % 2 == 0)
     >>> [int(value) for value in even]
@@ -259,11 +239,8 @@ def select(
     def is_kept(number: tf.Tensor, _: Any) -> tf.Tensor:
         return is_selected(number)
 
-    @tf.autograph.experimental.do_not_convert
-    def element_of(_: tf.Tensor, element: Any) -> Any:
-        return element
-
-    return dataset.enumerate().filter(is_kept).map(element_of)
+    make = tf.autograph.experimental.do_not_convert(make)
+    return dataset.enumerate().filter(is_kept).map(make)
 
 
 def assert_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:

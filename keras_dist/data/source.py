@@ -70,7 +70,7 @@ class Source:
 
     Attributes:
         kind: `"dataset"`, `"sequence"` or `"stream"`.
-        is_same: Whether batch i is the same on all ranks, or may be taken for it.
+        is_replicated: Whether batch i is the same on all ranks, or may be taken for it.
         random: Indices of the components of a batch that differ from rank to rank.
         length: Batches in a pass: a number, `math.inf`, or `None` for unknown.
         presharded: How it was divided before its rows were decoded, if it was.
@@ -89,7 +89,7 @@ class Source:
     def __init__(self, data: Any, *, is_sent: bool = False) -> None:
         self.data, self.is_sent = data, is_sent
         self.presharded: Presharded | None = find_presharded(data)
-        self.is_same, self.note = is_sent, ""
+        self.is_replicated, self.note = is_sent, ""
         self.random: set[int] = set()
         self.lengths: tuple[float | None, ...] = ()
         self.length = count_batches(self.data)

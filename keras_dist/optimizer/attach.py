@@ -226,7 +226,7 @@ def update(
     context = replace(step_context.current(), is_averaged=True)
     with (
         step_context.enter(context),
-        context.draw_alike(),
+        context.draw_common_numbers(),
         add_in_order(optimizer, averaged),
     ):
         apply(averaged, variables)
@@ -274,7 +274,7 @@ class ReducesGradients:
         apply = functools.partial(through or super().apply, **more)  # type: ignore[misc]
         if context.is_averaged:
             return apply(grads, trainable_variables)
-        is_sum = context.next_site("apply") in context.kinds.sums
+        is_sum = context.next_place("apply") in context.kinds.sums
         if context.recorded is not None:
             if context.trial is None:
                 grads = mark_recorded(self, grads, trainable_variables)

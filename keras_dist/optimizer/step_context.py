@@ -13,7 +13,7 @@ from keras_dist import comm, mixin
 
 # A place in a step where a number or gradients pass: what it is ("loss", "compute",
 # "tracker", "apply"), and how many of these came before; or "log" and its path there.
-Site = tuple[str, Any]
+StepPlace = tuple[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class LossKinds:
         gathered: Losses of `compile` that are computed from the rows of all ranks.
     """
 
-    sums: frozenset[Site] = frozenset()
-    gathered: frozenset[Site] = frozenset()
+    sums: frozenset[StepPlace] = frozenset()
+    gathered: frozenset[StepPlace] = frozenset()
 
 
 class Request(IntEnum):
@@ -109,6 +109,8 @@ class StepContext:
     Args:
         rows: Rows of this rank's batch that count, over which its loss is a mean; a
             number or a scalar tensor, 0 for a copy. `None` if unknown.
+        length: Rows of the batch, also if it is a copy.
+        begin: Index of the first one in the global batch, if known.
         step: Number of the step, a scalar tensor; `None` if unknown.
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
         global_rows: Rows of all ranks in the first step, a number that all ranks agree
@@ -118,8 +120,8 @@ class StepContext:
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
             all gradients come from the loss that was given to `scale_loss`.
         requests: This rank's request, which is sent with the gradients.
-        draw_alike: Context manager for the update, in which all ranks draw the same
-            random numbers.
+        draw_common_numbers: Context manager for the update, in which all ranks draw the
+            same random numbers.
         recorded: A list to which `apply` adds its calls, without running them.
         is_averaged: Whether the gradients given to `apply` are averaged already.
         weighted: States of the optimizers whose loss is multiplied by this rank's
@@ -134,13 +136,15 @@ class StepContext:
     """
 
     rows: Any = None
+    length: Any = None
+    begin: Any = None
     step: Any = None
     rows_of_all: Any = None
     global_rows: int | None = None
     is_compiled: bool = False
     is_keras_path: bool = False
     requests: Requests | None = None
-    draw_alike: Callable[[], contextlib.AbstractContextManager[None]] = (
+    draw_common_numbers: Callable[[], contextlib.AbstractContextManager[None]] = (
         contextlib.nullcontext
     )
     recorded: list[Any] | None = None
@@ -182,10 +186,10 @@ class StepContext:
     def total(self, value: Any, *, purpose: str) -> Any:
         """Sum a tensor over all ranks, as `comm.total`; in a trial, over all parts."""
         if self.trial is not None:
-            return self.trial.share(value)
+            return self.trial.take_from_whole(value)
         return comm.total(value, purpose=purpose)
 
-    def next_site(self, level: str) -> Site:
+    def next_place(self, level: str) -> StepPlace:
         """Return the place of the number, or the gradients, that pass now."""
         index = self.passed.get(level, 0)
         self.passed[level] = index + 1

@@ -28,6 +28,7 @@ class Options:
     warmup_epochs: float = 0
     steps_scaling: StepsRule = "auto"
     validation_steps_scaling: StepsRule = "auto"
+    batch_norm: Literal["auto", "global", "rank"] = "auto"
     shard: Literal["auto", "none", "first"] = "auto"
     target_accuracy: float | None = None
     resume: str | os.PathLike[str] | None = None
@@ -42,8 +43,8 @@ class Options:
         ('none', 'none')
 
         Raises:
-            ValueError: If `batch`, `shard` or a rule for steps is unknown, or
-                `save_steps` or `save_seconds` is not a positive number.
+            ValueError: If `batch`, `batch_norm`, `shard` or a rule for steps is
+                unknown, or `save_steps` or `save_seconds` is not a positive number.
         """
         if self.batch not in ("rank", "global"):
             raise ValueError(
@@ -52,6 +53,7 @@ class Options:
             )
         for name in ("steps_scaling", "validation_steps_scaling"):
             check_choice(name, getattr(self, name), get_args(StepsRule))
+        check_choice("batch_norm", self.batch_norm, ("auto", "global", "rank"))
         check_choice("shard", self.shard, ("auto", "none", "first"))
         if self.save_steps is not None:
             check_count("save_steps", self.save_steps)
@@ -62,6 +64,7 @@ class Options:
             )
         is_global = self.batch == "global"
         usual: dict[str, Any] = {
+            "batch_norm": self.batch,
             "lr_scaling": "none" if is_global else "linear",
             "steps_scaling": "none" if is_global else "divide",
             "validation_steps_scaling": "none" if is_global else "divide",

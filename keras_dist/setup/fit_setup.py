@@ -20,6 +20,7 @@ from keras_dist.optimizer.nested import leaves_of
 from keras_dist.optimizer.rate import count_warmup_steps, rate_factor, schedule_of
 from keras_dist.optimizer.reduce import Averaging
 from keras_dist.setup.arguments import Options
+from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables
 
 
@@ -190,7 +191,7 @@ def prepare(
             ),
             *dict.fromkeys(_describe_rates(model, options, factor, step_multiplier)),
             *_describe_resume(options, training),
-            *_describe_parts(model, callbacks),
+            *_describe_parts(model, callbacks, options),
         ],
     )
 
@@ -205,10 +206,14 @@ def _describe_ranks() -> Iterator[tuple[str, str]]:
     yield "transport", comm.transport_name()
 
 
-def _describe_parts(model: Any, callbacks: list[Any]) -> Iterator[tuple[str, str]]:
+def _describe_parts(
+    model: Any, callbacks: list[Any], options: Options
+) -> Iterator[tuple[str, str]]:
     """Say in the plan what is another on several ranks."""
     if comm.size() == 1:
         return
+    if rows := batch_norm.describe_rows(model, options.batch_norm):
+        yield "batch normalization", rows
     if model.jit_compile:
         yield "XLA", "forward and backward, then update; averaging between"
     if names := [type(each).__name__ for each in callbacks if is_writer(each)]:

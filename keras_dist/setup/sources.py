@@ -105,11 +105,11 @@ def _receive(batches: Iterator[Any]) -> Iterator[Any]:
     while True:
         found: list[Any] = []
         if comm.rank() == 0:
-            draws.draw_own(0)  # the other ranks draw nothing for it
+            draws.draw_rank_numbers(0)  # the other ranks draw nothing for it
             try:
                 found = list(map(_to_arrays, itertools.islice(batches, 1)))
             finally:
-                draws.draw_alike()
+                draws.draw_common_numbers()
         found = comm.gather_in_thread(found)[0]
         if not found:
             return
@@ -179,7 +179,7 @@ def compare(
     unknown = {
         name: source
         for name, source in sources.items()
-        if not (source.is_same or source.presharded or options.shard == "none")
+        if not (source.is_replicated or source.presharded or options.shard == "none")
     }
     if unknown:
         _compare_batches(unknown)
@@ -239,8 +239,8 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
         names = [n for n in states[0] if len({each.get(n) for each in states}) > 1]
         if note is not None and names:
             note += _note_on_generators(name, source, names)
-        source.is_same, source.note = note is not None, note or ""
-        is_divided = source.is_same and not source.is_read_by_all
+        source.is_replicated, source.note = note is not None, note or ""
+        is_divided = source.is_replicated and not source.is_read_by_all
         if is_divided and source.kind == "sequence" and not states[0]:
             _warn_about_position(name, source, own[name][0])
 
@@ -255,7 +255,7 @@ def warn_about_own_data(given: Mapping[str, Any], shard: str) -> None:
     for name, source in given.items():
         if not isinstance(source, Source) or comm.rank() > 0 or shard != "auto":
             continue
-        if not (source.is_same or source.presharded):
+        if not (source.is_replicated or source.presharded):
             warn(
                 f"Each rank has other {name} data, and reads all of it. Received: x of "
                 f"type {source.type_name}. If it should be the same, set one seed on "

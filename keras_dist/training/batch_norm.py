@@ -11,15 +11,34 @@ from keras_dist.optimizer import step_context
 from keras_dist.training.rows import find_joint_context
 
 
-def synchronize(model: Any, undo: contextlib.ExitStack) -> None:
-    """Make `BatchNormalization(synchronized=True)` layers use the rows of all ranks.
+def synchronize(model: Any, rule: str, undo: contextlib.ExitStack) -> None:
+    """Make `BatchNormalization` layers use the rows of all ranks.
 
-    Keras synchronizes them only under `tf.distribute`. Under Horovod such a layer would
-    silently normalize by the rows of its rank.
+    Keras synchronizes layers with `synchronized=True` only under `tf.distribute`.
+
+    Args:
+        model: A model whose layers exist.
+        rule: `"global"` for all layers, `"rank"` for those with `synchronized=True`.
+        undo: What takes it back.
     """
     for layer in _layers(model):
-        if layer.synchronized:
+        if _is_global(layer, rule):
             undo.enter_context(mixin.use(layer, GlobalMoments))
+
+
+def describe_rows(model: Any, rule: str) -> str:
+    """Say by which rows the layers that are trained normalize; "" if there are none."""
+    layers = [layer for layer in _layers(model) if layer.trainable]
+    count = sum(_is_global(layer, rule) for layer in layers)
+    texts = {
+        "global batch": count,
+        "rows of each rank: not the model of one process": len(layers) - count,
+    }
+    return "; ".join(
+        f"{number} layer{'s' * (number > 1)}, {text}"
+        for text, number in texts.items()
+        if number
+    )
 
 
 def explain_unsynchronized(model: Any) -> str:
@@ -27,14 +46,14 @@ def explain_unsynchronized(model: Any) -> str:
     names = [
         layer.name
         for layer in _layers(model)
-        if layer.trainable
-        and not (layer.synchronized or isinstance(layer, GlobalMoments))
+        if layer.trainable and not _is_global(layer, "rank")
     ]
     if not names:
         return ""
     return (
         f"{', '.join(names)}: each rank normalizes by the rows of its own batch, which "
-        "is not in these numbers; `synchronized=True` normalizes by all rows. "
+        'is not in these numbers; `synchronized=True`, and `batch_norm="global"` of '
+        "`dist_fit`, normalize by all rows. "
     )
 
 
@@ -57,7 +76,10 @@ class GlobalMoments:
         context, plain = step_context.current(), super()._moments  # type: ignore[misc]
         if context.trial is not None:
             moments = plain(inputs, mask)
-            return [context.trial.share(tf.stop_gradient(found)) for found in moments]
+            return [
+                context.trial.take_from_whole(tf.stop_gradient(found))
+                for found in moments
+            ]
         may_be_joint = self.in_loops or step_context.is_inside()
         if not may_be_joint or find_joint_context() is None:
             return plain(inputs, mask)
@@ -72,7 +94,9 @@ class GlobalMoments:
         counts = everyone[:, :1]
         means, squares = tf.split(everyone[:, 1:], 2, axis=1)
         # Chan et al., 1983. E[x²] − E[x]² would subtract large numbers and lose digits.
-        total = tf.maximum(tf.reduce_sum(counts), 1.0)
+        total = tf.reduce_sum(counts)
+        # As Keras divides.
+        total = tf.maximum(total, 1) if mask is None else total + keras.config.epsilon()
         mean = tf.reduce_sum(counts * means, axis=0) / total
         spread = counts * tf.square(means - mean)
         variance = tf.reduce_sum(squares + spread, axis=0) / total
@@ -80,6 +104,11 @@ class GlobalMoments:
             tf.cast(tf.reshape(mean, shape), inputs.dtype),
             tf.cast(tf.reshape(variance, shape), inputs.dtype),
         )
+
+
+def _is_global(layer: Any, rule: str) -> bool:
+    is_own = layer.synchronized or isinstance(layer, GlobalMoments)
+    return is_own or rule == "global"
 
 
 def _layers(model: Any) -> list[Any]:
@@ -97,7 +126,8 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
     if mask is None:
         weights = tf.ones_like(x)
     else:
-        weights = tf.cast(tf.expand_dims(mask, -1), x.dtype) * tf.ones_like(x)
+        is_counted = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(x))
+        x, weights = tf.where(is_counted, x, 0), tf.cast(is_counted, x.dtype)
     counts = tf.reduce_sum(weights, axes)
     mean = tf.math.divide_no_nan(tf.reduce_sum(x * weights, axes), counts)
     shape = [1 if axis in axes else size for axis, size in enumerate(inputs.shape)]

@@ -199,13 +199,13 @@ def start(
         # Outside of the graph that is being traced, so that this runs once, now.
         with tf.init_scope():
             prepare_optimizers(model)
-            batch_norm.synchronize(model, session.undo)
+            batch_norm.synchronize(model, session.batch_norm, session.undo)
             with session.traced.record_reset(model):
                 pass  # the build has made metrics
             for hook in session.hooks if is_first else ():
                 hook()
             if comm.size() > 1:
-                session.traced.noise.prepare(model)
+                session.traced.noise.prepare(model, session.undo)
 
 
 def prepare_optimizers(model: Any) -> None:

@@ -4,7 +4,7 @@
 - its train and test functions: `TracedFunctions`
 - the class of each optimizer: `ReducesGradients` at the outermost, `ScalesRate` at the
   innermost
-- the class of `BatchNormalization(synchronized=True)`: `GlobalMoments`
+- the class of `BatchNormalization` layers: `GlobalMoments`
 
 While a step is traced, or runs eagerly, methods of classes are replaced, too
 (`mixin.replace_method`). All of it is undone when `open_fit` ends.
@@ -93,6 +93,7 @@ def reuse_train_function(model: Any) -> None:
         session.rates,
         optimizers_of(model),
         averaging_of(model),
+        session.batch_norm,
         session.may_read_on,
         session.feed.class_weight,
     )

@@ -66,7 +66,7 @@ _BY_ROW_REGULARIZERS = {"L1", "L2", "L1L2"}
 _BY_ROW = {"Add", "Subtract", "Multiply", "Divide", "TrueDivide"}
 
 
-def is_declared(model: Any) -> bool:
+def needs_no_trial(model: Any) -> bool:
     """Return True if Keras alone computes what a step differentiates and logs."""
     methods = ("call", "compute_loss", "compute_metrics", "train_step")
     layers = private.layers_of(model, include_self=False)
@@ -179,22 +179,22 @@ def weigh(level: str, value: Any) -> Any:
     """Multiply a number so that the average over ranks is that of the global batch.
 
     Args:
-        level: What it is: see `step_context.Site`.
+        level: What it is: see `step_context.StepPlace`.
         value: A scalar tensor; anything else is returned as it is.
     """
     context = step_context.current()
     if context.rows is None or not is_number(value):
         return value
-    site = context.next_site(level)
+    place = context.next_place(level)
     if context.trial is not None:
-        context.trial.note(site, value)
-    return _multiply(site, value)
+        context.trial.note(place, value)
+    return _multiply(place, value)
 
 
-def _multiply(site: step_context.Site, value: Any) -> Any:
+def _multiply(place: step_context.StepPlace, value: Any) -> Any:
     """Return a number, / fᵣ if it was found to be a sum."""
     context = step_context.current()
-    is_sum = site in context.kinds.sums
+    is_sum = place in context.kinds.sums
     return value * context.inverse_fraction(value.dtype) if is_sum else value
 
 
@@ -248,8 +248,8 @@ class PartOfLoss:
         if kind == "batch":
             value = gather_loss(compute_whole, rows)
             return plain(rows) if value is None else value
-        site = context.next_site("loss")
-        return _choose(site, part, lambda: gather_loss(compute_whole, rows))
+        place = context.next_place("loss")
+        return _choose(place, part, lambda: gather_loss(compute_whole, rows))
 
     def call(self: Any, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]
@@ -297,11 +297,11 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     context, names = step_context.current(), ("x", "y", "y_pred", "sample_weight")
     if context.rows is None:
         return plain(*args, **kwargs)
-    site = context.next_site("compute")
+    place = context.next_place("compute")
     given = dict(zip(names, args, strict=False))
     rows = given | {name: kwargs[name] for name in names if name in kwargs}
 
-    is_gathered, first = site in context.kinds.gathered, 1000 * (site[1] + 1)
+    is_gathered, first = place in context.kinds.gathered, 1000 * (place[1] + 1)
 
     def start_at(place: int) -> None:
         context.passed.update(loss=place, tracker=place)
@@ -323,28 +323,28 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with step_context.enter(replace(context, rows=None, weight_of_all=weight)):
             return compute(rows)
 
-    found = _choose(site, compute_own, lambda: gather_loss(compute_all, rows))
+    found = _choose(place, compute_own, lambda: gather_loss(compute_all, rows))
     start_at(first + 500)
     return found
 
 
 def _choose(
-    site: step_context.Site, plain: Callable[[], Any], gathered: Callable[[], Any]
+    place: step_context.StepPlace, plain: Callable[[], Any], gathered: Callable[[], Any]
 ) -> Any:
     """Return this rank's part of a loss that does not say what it is.
 
     `gathered` computes it from the rows of all ranks; it returns `None` if it cannot.
     """
     context = step_context.current()
-    value, is_gathered = None, site in context.kinds.gathered
+    value, is_gathered = None, place in context.kinds.gathered
     if context.trial is not None:
-        every, value = context.trial.gather_loss(site, gathered), plain()
+        every, value = context.trial.gather_loss(place, gathered), plain()
         if is_number(value):
-            context.trial.note(site, value)
-        return every if is_gathered else _multiply(site, value)
+            context.trial.note(place, value)
+        return every if is_gathered else _multiply(place, value)
     if is_gathered:
         value = gathered()
-    return _multiply(site, plain()) if value is None else value
+    return _multiply(place, plain()) if value is None else value
 
 
 def _part(reduction: str, masks: list[Any], sample_weight: Any, dtype: Any) -> Any:

@@ -42,7 +42,7 @@ class RecordedStep:
         specs = keras.tree.map_structure(_spec, (data, _counts()))
         return private.run_in_thread(lambda: self._try(specs))
 
-    def _try(self, specs: tuple[Any, Any]) -> str | None:
+    def _try(self, specs: Any) -> str | None:
         try:
             self._compute_gradients.get_concrete_function(*specs)
             if len(self._calls) != 1:
@@ -65,15 +65,10 @@ class RecordedStep:
         self._apply_gradients(averaged)
         return logs
 
-    def _record(self, data: Any, counts: tuple[Any, Any]) -> Any:
+    def _record(self, data: Any, counts: dict[str, Any]) -> Any:
         calls: list[Recorded] = []
-        rows, rows_of_all = counts
         context = dataclasses.replace(
-            step_context.current(),
-            recorded=calls,
-            is_compiled=True,
-            rows=rows,
-            rows_of_all=rows_of_all,
+            step_context.current(), recorded=calls, is_compiled=True, **counts
         )
         with step_context.enter(context):
             logs = self._own_step(data)
@@ -93,10 +88,11 @@ def _without_shape(gradient: Any) -> Any:
     return gradient
 
 
-def _counts() -> tuple[Any, Any]:
-    """Rows of this rank and of all; what XLA compiles must not read them elsewhere."""
+def _counts() -> dict[str, Any]:
+    """What a step knows of its rows; what XLA compiles must not read it elsewhere."""
     context = step_context.current()
-    return context.rows, context.rows_of_all
+    names = ("rows", "rows_of_all", "length", "begin")
+    return {name: getattr(context, name) for name in names}
 
 
 def _spec(leaf: Any) -> Any:

@@ -1,22 +1,20 @@
 """What a model that trains on many ranks remembers: `Session` and `TracedFunctions`."""
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
 from keras_dist.data.batch_rows import BatchRows, take_off
-from keras_dist.data.draws import preserve_generators
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.step_context import Requests
 from keras_dist.training.metric_state import MetricState, read_state, record_starts
 from keras_dist.training.metrics import UpdateCounts, list_own_metrics
+from keras_dist.training.noise import StepNoise
 from keras_dist.training.trial import Runner, Trial
 
 
@@ -24,76 +22,6 @@ def _counter(value: Any) -> tf.Variable:
     # Made outside of any graph. Keras does not track it, or it would be saved.
     with tf.init_scope():
         return tf.Variable(value, trainable=False, dtype=tf.int64)
-
-
-class StepNoise:
-    """Numbers that `tf.random` and `keras.random` draw in the steps of one model.
-
-    After `keras.utils.set_random_seed` every rank would draw the same noise for its own
-    rows. Layers such as `Dropout` have generators, which `BroadcastVariables` seeds.
-    An update draws alike on all ranks, as on one process: it changes weights.
-    """
-
-    def __init__(self) -> None:
-        self._seed: int | None = None
-        self._shared_seed: int | None = None
-        self._generator: keras.random.SeedGenerator | None = None
-        self._shared_generator: keras.random.SeedGenerator | None = None
-
-    def prepare(self, model: Any) -> None:
-        """Make the generators; a step in which one is made would be traced once more.
-
-        All ranks call this.
-        """
-        if self._seed is None:
-            self._seed = _derive_seed(model)
-            self._generator = keras.random.SeedGenerator(self._seed)
-            self._shared_generator = keras.random.SeedGenerator(0)
-            first = comm.broadcast((private.global_seed(), _next_keras_state()))
-            self._shared_seed, state = first
-            self._shared_generator.state.assign(state)
-
-    def draw_own(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which a step is traced, or runs eagerly."""
-        own = self._seed
-        assert own is not None  # `prepare` was called before the first step
-        return _draw_from(self._generator, lambda seed: (seed + own) % 2**31)
-
-    def draw_alike(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in such a step for its update."""
-        return _draw_from(self._shared_generator, lambda _: self._shared_seed)
-
-
-@contextlib.contextmanager
-def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[None]:
-    state = private.keras_state()
-    before = state.get(private.SEED_GENERATOR)
-    state[private.SEED_GENERATOR] = generator
-    try:
-        with private.change_operation_seed(change):
-            yield
-    finally:
-        state[private.SEED_GENERATOR] = before
-
-
-def _next_keras_state() -> Any:
-    """Return the state from which `keras.random` draws next, without drawing."""
-    generator = private.keras_state().get(private.SEED_GENERATOR)
-    if generator is not None:
-        return comm.to_array(generator.state)
-    with preserve_generators():
-        return [random.randint(1, int(1e9)), 0]  # as Keras seeds the generator
-
-
-def _derive_seed(model: Any) -> int:
-    """Return another seed for each model and each rank, without drawing it.
-
-    So the script later draws the same random numbers as on one process.
-    """
-    seed = private.global_seed()
-    first = [keras.ops.ravel(v)[:1].numpy().tolist() for v in model.trainable_variables]
-    given = random.getstate() if seed is None else seed
-    return random.Random(repr((given, first, comm.rank()))).getrandbits(31)
 
 
 class TracedFunctions:
@@ -228,6 +156,8 @@ class Session:
         has_run: Whether the model's own train step has begun in this fit.
         calls: How often the train function was called in this fit.
         first_call: The first of these in this epoch.
+        batch_norm: Which rows `BatchNormalization` layers normalize by: "global" or
+            "rank".
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
         validation: The data on which Keras's loop evaluates.
@@ -252,6 +182,7 @@ class Session:
     has_run: bool = False
     calls: int = 0
     first_call: int = 1
+    batch_norm: str = "rank"
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
     validation: Feed = Feed(data=None)

@@ -77,7 +77,7 @@ def differs(variable: Any, value: tf.Tensor) -> bool:
     return not np.array_equal(tf.identity(variable), value)
 
 
-def name_strays(model: Any, variables: Sequence[Any]) -> list[StateDifference]:
+def list_untracked_state(model: Any, variables: Sequence[Any]) -> list[StateDifference]:
     """Return the variables that a step has changed and the model does not keep."""
     names = {
         id(value): f"{layer.name}.{name}"

@@ -59,7 +59,7 @@ class DistributedStep(PredictsAlone):
             step_context.enter(describe_step(self, data, rows)) as context,
             step_context.run_inline(),
             only_attached(),
-            session_of(self).traced.noise.draw_own(),
+            session_of(self).traced.noise.draw_step_numbers(),
             wait_for_batch(self, data),
             ignore_copy(self, context.has_rows),  # in metrics and counters
         ):
@@ -211,12 +211,14 @@ def describe_step(model: Any, data: Any, rows: BatchRows) -> step_context.StepCo
         number = session.traced.steps.assign_add(1, read_value=True)
     return step_context.StepContext(
         rows=rows.rows,
+        length=num_rows(data),
+        begin=rows.begin,
         step=number,
         rows_of_all=rows.total,
         global_rows=session.traced.global_rows,
         is_keras_path=is_keras_path and not session.traced.is_split,
         requests=session.traced.requests,
-        draw_alike=session.traced.noise.draw_alike,
+        draw_common_numbers=session.traced.noise.draw_common_numbers,
     )
 
 
@@ -326,7 +328,7 @@ def _start(model: Any, batch: Any) -> None:
     session, own_step = session_of(model), own_train_step(model)
     build.start(model, batch, own_step, is_eager=model.run_eagerly)
     traced, is_averaged = session.traced, comm.size() > 1 and averages(model)
-    if traced.trial is None and is_averaged and not losses.is_declared(model):
+    if traced.trial is None and is_averaged and not losses.needs_no_trial(model):
         _try_step(model, batch)
     global_rows = int(comm.sum(int(num_rows(batch))))
     traced.use_trial(traced.trial or trial.Trial(), global_rows, traced.runner)
@@ -338,7 +340,7 @@ def _try_step(model: Any, batch: Any) -> None:
     runner = traced.runner or trial.Runner(model, own_train_step(model))
     found, before = trial.try_step(runner, batch), traced.trial
     if session.feed.plan.is_global:
-        with comm.together():
+        with comm.wait_for_all_ranks():
             _check_batch_weights(model, batch, found.reason)
     if before is not None:  # and its states were named
         found = replace(before.add(found), states=())

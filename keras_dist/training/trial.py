@@ -40,7 +40,7 @@ from keras_dist.errors import summarize
 from keras_dist.optimizer import step_context
 from keras_dist.optimizer.attach import Recorded
 from keras_dist.optimizer.nested import optimizers_of, variables_of
-from keras_dist.optimizer.step_context import LossKinds, Site, StepContext
+from keras_dist.optimizer.step_context import LossKinds, StepContext, StepPlace
 from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
 from keras_dist.training.losses import (
     explain_row_mixers,
@@ -59,8 +59,8 @@ from keras_dist.training.state_trial import (
     compare_weights,
     describe,
     differs,
+    list_untracked_state,
     name_logs,
-    name_strays,
     read_state,
 )
 
@@ -112,9 +112,9 @@ class Trial:
         seconds: How long it took.
     """
 
-    found: dict[Site, str | None] = field(default_factory=dict)
+    found: dict[StepPlace, str | None] = field(default_factory=dict)
     difference: float = 0.0
-    gatherable: dict[Site, float] = field(default_factory=dict)
+    gatherable: dict[StepPlace, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     states: Sequence[StateDifference] = ()
     nonzero: Sequence[str] = ()
@@ -135,8 +135,8 @@ class Trial:
     @property
     def updates(self) -> list[str | None]:
         """The kinds of the gradients, for each call of `apply`."""
-        sites = sorted(site for site in self.found if site[0] == "apply")
-        return [self.found[site] for site in sites]
+        places = sorted(place for place in self.found if place[0] == "apply")
+        return [self.found[place] for place in places]
 
     @property
     def summed_logs(self) -> set[Any]:
@@ -146,7 +146,7 @@ class Trial:
     @property
     def is_unseen(self) -> bool:
         """True if a loss, or gradients, were 0, or not finite: tried in each epoch."""
-        return None in {kind for site, kind in self.found.items() if site[0] != "log"}
+        return None in {kind for place, kind in self.found.items() if place[0] != "log"}
 
     @property
     def is_open(self) -> bool:
@@ -168,17 +168,17 @@ class Trial:
             return self
         states = {(s.kind, s.name): s for s in (*other.states, *self.states)}
         found, weights = self.found | other.found, self.weights | other.weights
-        for site in found:
-            kinds = {self.found.get(site), other.found.get(site)} - {None}
-            found[site] = "neither" if len(kinds) > 1 else next(iter(kinds), None)
+        for place in found:
+            kinds = {self.found.get(place), other.found.get(place)} - {None}
+            found[place] = "neither" if len(kinds) > 1 else next(iter(kinds), None)
         return replace(
             self,
             found=found,
             difference=max(self.difference, other.difference),
             gatherable={
-                site: max(mib, other.gatherable[site])
-                for site, mib in self.gatherable.items()
-                if site in other.gatherable
+                place: max(mib, other.gatherable[place])
+                for place, mib in self.gatherable.items()
+                if place in other.gatherable
             },
             weights={p: max(w, self.weights.get(p, 0.0)) for p, w in weights.items()},
             states=[states[key] for key in sorted(states)],
@@ -200,7 +200,7 @@ class Trial:
         if summed := sum(level == "loss" for level, _ in self.kinds.sums):
             text += f", with {summed} summed loss{'es' * (summed > 1)}"
         if gathered := self.kinds.gathered:
-            mib = sum(self.gatherable[site] for site in gathered)
+            mib = sum(self.gatherable[place] for place in gathered)
             text += f", its rows gathered ({mib:.2g} MiB a step)"
         return f"{text} (found by trying a step, in {self.seconds:.1f} s)"
 
@@ -211,13 +211,13 @@ class Run:
 
     Args:
         gradients: For each update, by the weight's path: some elements of its gradient.
-        numbers: Values by their site.
+        numbers: Values by their place.
         shared: Tensors that the runs of parts need.
         state: Values of metrics and of layers' state afterwards.
     """
 
     gradients: list[dict[str, np.ndarray]]
-    numbers: dict[Site, float]
+    numbers: dict[StepPlace, float]
     shared: list[Any]
     state: State
 
@@ -312,11 +312,11 @@ class TrialRun:
         self._given = None if shared is None else iter(shared)
         self._row_bytes = 0
         self.shared: list[Any] = []
-        self.numbers: dict[Site, Any] = {}
-        self.gatherable: dict[Site, int] = {}  # bytes of a row
+        self.numbers: dict[StepPlace, Any] = {}
+        self.gatherable: dict[StepPlace, int] = {}  # bytes of a row
         self.has_gathered = False
 
-    def share(self, value: Any) -> Any:
+    def take_from_whole(self, value: Any) -> Any:
         """Return the value that the run of the whole batch had here."""
         if self._given is None:
             self.shared.append(value)
@@ -343,15 +343,15 @@ class TrialRun:
         end = self._begin + tf.shape(rows)[0]
         return tf.concat([whole[: self._begin], rows, whole[end:]], 0)
 
-    def note(self, site: Site, value: Any) -> None:
+    def note(self, place: StepPlace, value: Any) -> None:
         """Remember a number."""
-        self.numbers[site] = tf.cast(value, tf.float64)
+        self.numbers[place] = tf.cast(value, tf.float64)
 
-    def gather_loss(self, site: Site, compute: Callable[[], Any]) -> Any:
+    def gather_loss(self, place: StepPlace, compute: Callable[[], Any]) -> Any:
         """Compute a loss from gathered rows, and note that it can be."""
         before, value = self._row_bytes, compute()
         if value is not None:
-            self.gatherable[site] = self._row_bytes - before
+            self.gatherable[place] = self._row_bytes - before
         return value
 
 
@@ -375,11 +375,11 @@ class Runner:
         self._functions: dict[Any, Any] = {}
         self._is_of_fixed_rows = False
         # Of the last run, or trace:
-        self._sites: list[Site] = []
-        self._gatherable: dict[Site, float] = {}
+        self._places: list[StepPlace] = []
+        self._gatherable: dict[StepPlace, float] = {}
         self._has_gathered = False
         self._changed: list[Any] = []
-        self._strays: list[StateDifference] = []
+        self._untracked: list[StateDifference] = []
         halves = {"float16", "bfloat16"}
         self._tolerances = _TOLERANCE, _TOLERANCE_OF_NUMBERS
         if any(layer.compute_dtype in halves for layer in private.layers_of(model)):
@@ -426,14 +426,14 @@ class Runner:
                 for begin, end in ((0, cut), (cut, self._rows))
             ]
 
-        def mix(site: Site, parts: list[Run]) -> float:
+        def mix(place: StepPlace, parts: list[Run]) -> float:
             pairs = zip(parts, fractions, strict=True)
-            return sum(part.numbers[site] * f for part, f in pairs)
+            return sum(part.numbers[place] * f for part, f in pairs)
 
-        def judge(site: Site, parts: list[Run]) -> str | None:
-            value, values = whole.numbers[site], [p.numbers[site] for p in parts]
+        def judge(place: StepPlace, parts: list[Run]) -> str | None:
+            value, values = whole.numbers[place], [p.numbers[place] for p in parts]
             size = max(map(abs, [value, *filter(np.isfinite, values)]))
-            gaps = abs(value - mix(site, parts)), abs(value - sum(values))
+            gaps = abs(value - mix(place, parts)), abs(value - sum(values))
             return _kind(size, *gaps, self._tolerances[1] * size)
 
         tried = {}
@@ -448,10 +448,10 @@ class Runner:
         fractions, parts = [cut / self._rows, 1 - cut / self._rows], tried[cut]
         numbers, parts = self._find_numbers(parts, run_parts, judge)
         updates, difference, weights = self._compare_updates(whole, parts, fractions)
-        doubted: dict[Site, str | None] = {
-            site: "neither"
-            for site in self._gatherable
-            if numbers.get(site) == "mean" and "neither" in updates.values()
+        doubted: dict[StepPlace, str | None] = {
+            place: "neither"
+            for place in self._gatherable
+            if numbers.get(place) == "mean" and "neither" in updates.values()
         }
         # A value may be the mean of the parts' where the gradient is not.
         if self._set_kinds(numbers | doubted):
@@ -462,15 +462,15 @@ class Runner:
                 updates, difference, weights = others
         runs = self.model, whole.state, [part.state for part in parts], fractions
         differing = {
-            site[1]: (whole.numbers[site], mix(site, parts))
-            for site, kind in numbers.items()
-            if kind == "neither" and site[0] == "log"
+            place[1]: (whole.numbers[place], mix(place, parts))
+            for place, kind in numbers.items()
+            if kind == "neither" and place[0] == "log"
         }
         states = compare_metrics(*runs) + compare_weights(*runs)
         states += name_logs(self.model, whole.state, differing)
         if (states or "neither" in updates.values()) and self._is_random(whole):
             return self._find_by_repeating()
-        states += self._strays
+        states += self._untracked
         found = numbers | updates
         return Trial(found, difference, self._gatherable, weights, states)
 
@@ -489,8 +489,8 @@ class Runner:
                 [self._run(many, fraction=float(_TIMES)) for _ in range(_RUNS)],
             ]
 
-        def judge(site: Site, both: list[list[Run]]) -> str | None:
-            means = [abs(np.mean([r.numbers[site] for r in runs])) for runs in both]
+        def judge(place: StepPlace, both: list[list[Run]]) -> str | None:
+            means = [abs(np.mean([r.numbers[place] for r in runs])) for runs in both]
             return _find_growth(*means, least=_TIMES**0.5)
 
         numbers, both = self._find_numbers(run_both(), run_both, judge)
@@ -500,21 +500,21 @@ class Runner:
                 for runs in both
             ]
             numbers["apply", index] = _find_growth(*means, least=_TIMES**0.25)
-        return Trial(numbers, states=self._strays)
+        return Trial(numbers, states=self._untracked)
 
     def _find_numbers(
-        self, runs: Any, run: Callable[[], Any], judge: Callable[[Site, Any], Any]
-    ) -> tuple[dict[Site, str | None], Any]:
+        self, runs: Any, run: Callable[[], Any], judge: Callable[[StepPlace, Any], Any]
+    ) -> tuple[dict[StepPlace, str | None], Any]:
         """Return the kind of each number, and runs in which they are multiplied."""
-        numbers: dict[Site, str | None] = {}
+        numbers: dict[StepPlace, str | None] = {}
         for level in _LEVELS:
-            found = [site for site in self._sites if site[0] == level]
-            numbers |= {site: judge(site, runs) for site in found}
+            found = [place for place in self._places if place[0] == level]
+            numbers |= {place: judge(place, runs) for place in found}
             if self._set_kinds(numbers):
                 runs = run()
         return numbers, runs
 
-    def _set_kinds(self, numbers: dict[Site, str | None]) -> bool:
+    def _set_kinds(self, numbers: dict[StepPlace, str | None]) -> bool:
         """Let the next runs know kinds of numbers; return True if that changes any."""
         before = self._kinds
         self._kinds = Trial(numbers, gatherable=self._gatherable).kinds
@@ -528,9 +528,9 @@ class Runner:
 
     def _compare_updates(
         self, whole: Run, parts: Sequence[Run], fractions: Sequence[float]
-    ) -> tuple[dict[Site, str | None], float, dict[str, float]]:
+    ) -> tuple[dict[StepPlace, str | None], float, dict[str, float]]:
         """Return the kind of each update, the largest difference, and each weight's."""
-        found: dict[Site, str | None] = {}
+        found: dict[StepPlace, str | None] = {}
         most, weights = 0.0, dict[str, float]()
         updates = [run.gradients for run in (whole, *parts)]
         for index, (update, *others) in enumerate(zip(*updates, strict=True)):
@@ -611,8 +611,10 @@ class Runner:
             outside, is_eager = set(map(id, others)), self.model.run_eagerly
             asked = [pair for pair in before if is_eager or id(pair[0]) in outside]
             self._changed = [v for v, old in asked if differs(v, old)]
-            self._strays = name_strays(self.model, () if is_eager else self._changed)
-        self._sites = list(numbers)
+            self._untracked = list_untracked_state(
+                self.model, () if is_eager else self._changed
+            )
+        self._places = list(numbers)
         gradients = keras.tree.map_structure(np.array, gradients)
         return Run(gradients, {s: float(n) for s, n in numbers.items()}, shared, state)
 
@@ -657,7 +659,7 @@ class Runner:
 
     def _step_on(
         self, leaves: list[Any], begin: Any, fraction: Any, shared: Any
-    ) -> tuple[list[dict[str, Any]], dict[Site, Any], list[Any]]:
+    ) -> tuple[list[dict[str, Any]], dict[StepPlace, Any], list[Any]]:
         rest = iter(leaves)
         data = keras.tree.map_structure(
             lambda leaf: None if leaf is None else next(rest), self._data
@@ -676,7 +678,8 @@ class Runner:
             split_step(self.model, self._step, self._kinds)(data)
         self._has_gathered = run.has_gathered
         self._gatherable = {
-            site: found * global_rows / 2**20 for site, found in run.gatherable.items()
+            place: found * global_rows / 2**20
+            for place, found in run.gatherable.items()
         }
         updates = []
         for call in calls:
@@ -705,9 +708,9 @@ def _join(trials: Sequence[Trial]) -> Trial:
     if len({len(trial.updates) for trial in every}) > 1 or not every[0].updates:
         return Trial(reason="its step does not make the same updates in each run")
     joined = functools.reduce(Trial.add, every)
-    for site in joined.gatherable:
-        if len({trial.found.get(site) is None for trial in every}) > 1:
-            joined.found[site] = "neither"
+    for place in joined.gatherable:
+        if len({trial.found.get(place) is None for trial in every}) > 1:
+            joined.found[place] = "neither"
     return joined
 
 
@@ -732,16 +735,16 @@ def _has_gradients(whole: Run, part: Run) -> bool:
     pairs = zip(whole.gradients, part.gradients, strict=True)
     found = [(_norm([one[p]]), _norm([own[p]])) for one, own in pairs for p in one]
     levels = "loss", "compute"
-    sites = [site for site in whole.numbers if site[0] in levels]
-    found += [(whole.numbers[site], part.numbers[site]) for site in sites]
+    places = [place for place in whole.numbers if place[0] in levels]
+    found += [(whole.numbers[place], part.numbers[place]) for place in places]
     return all(own and np.isfinite(own) for one, own in found if one)
 
 
 def _some_elements(gradient: Any) -> Any:
     """Return elements of a gradient, evenly spread; of a sparse one, sums of rows."""
     if isinstance(gradient, tf.IndexedSlices):
-        rows, places = _MOST_SPARSE_ROWS, gradient.indices % _MOST_SPARSE_ROWS
-        gradient = tf.math.unsorted_segment_sum(gradient.values, places, rows)
+        rows, buckets = _MOST_SPARSE_ROWS, gradient.indices % _MOST_SPARSE_ROWS
+        gradient = tf.math.unsorted_segment_sum(gradient.values, buckets, rows)
     flat = tf.reshape(gradient, [-1])
     size = flat.shape[0]
     every = 1 if size is None else -(-size // _MOST_ELEMENTS)

@@ -81,7 +81,7 @@ def test_a_pass_of_one_rank_reads_all(size):
             spec = ShardSpec(rank, size, keeps_position=size == 1)
             # Kept until the pass is read, as by a feed.
             source = Source(dataset)
-            source.is_same = True
+            source.is_replicated = True
             own = adapt_batches(source, spec, is_training=bool(number % 2))
             steps = own.length or BATCHES
             for _, _batch in zip(range(int(steps)), own.data, strict=False):

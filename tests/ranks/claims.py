@@ -237,7 +237,7 @@ def distribute_jobs(jobs):
     rank, size = keras_dist.rank(), keras_dist.size()
     numbers = range(rank, len(jobs), size)
     done, results = {}, {}
-    with comm.together():
+    with comm.wait_for_all_ranks():
         results = {i: jobs[i]() for i in numbers}
     for part in comm.gather(results):
         done |= part

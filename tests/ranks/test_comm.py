@@ -240,7 +240,7 @@ def test_values_that_cannot_be_summed_are_refused(world):
 def test_an_error_on_one_rank_is_raised_on_all(world):
     """It says which and why, can be caught as most errors can, and is raised once."""
     last = world.size - 1
-    with pytest.raises((KeyError, RankError)) as caught, comm.together():
+    with pytest.raises((KeyError, RankError)) as caught, comm.wait_for_all_ranks():
         if world.rank == last:
             raise KeyError("tea")
     assert is_known(caught.value)
@@ -250,7 +250,7 @@ def test_an_error_on_one_rank_is_raised_on_all(world):
         assert isinstance(caught.value, ValueError | TypeError | RuntimeError)
         assert (caught.value.rank, caught.value.cause) == (last, "KeyError: 'tea'")
         assert str(caught.value) == f"On rank {last}: KeyError: 'tea'"
-    with comm.together():
+    with comm.wait_for_all_ranks():
         pass
 
 
@@ -287,7 +287,7 @@ def test_a_rank_that_has_failed_meets_those_that_compare_facts(world):
 
     def meet():
         if world.rank == 0:
-            with comm.together():
+            with comm.wait_for_all_ranks():
                 raise ZeroDivisionError("division by zero")
         comm.agree({"size": world.size}, advice="")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from claims import assert_equal_to_the_bit, assert_equals_one_process, read_by_keras
-from models import Repeated, dropping, in_precision, make_compiled, perceptron, unbuilt
+from models import Repeated, in_precision, make_compiled, perceptron, unbuilt
 
 import keras_dist
 
@@ -114,22 +114,6 @@ def test_without_a_seed_each_epoch_has_another_order(world):
             tf.range(20, dtype=tf.int64), [seed, 0]
         )
         assert orders[0] == expected.numpy().tolist()
-
-
-@pytest.mark.several_ranks
-@pytest.mark.three_ranks
-def test_each_rank_draws_its_own_dropout_masks(world, rows):
-    """Random states differ between the ranks, and one seed makes them again."""
-
-    def states():
-        model = make_compiled(dropping, "sgd", "mse", jit_compile=False)
-        keras_dist.dist_fit(model, *rows, batch_size=40, verbose=0)
-        state = [v for v in model.variables if v.name == "seed_generator_state"]
-        return keras_dist.gather(state[0].numpy().tolist())
-
-    first, again = states(), states()
-    assert first == again
-    assert len({tuple(state) for state in first}) == world.size
 
 
 @pytest.mark.three_ranks

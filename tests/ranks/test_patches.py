@@ -54,9 +54,7 @@ def patched(model):
             type(model.optimizer).assign_add,
             type(model.optimizer).assign_sub,
         ),
-        "class of `BatchNormalization(synchronized=True)`": [
-            type(layer) for layer in model.layers
-        ],
+        "class of `BatchNormalization`": [type(layer) for layer in model.layers],
         "class of the model's losses and `Mean` trackers": type(model.metrics[0]),
         "`Optimizer.apply`": methods,
         "`tf.function` calls": type(tf.function(patched)).__call__,

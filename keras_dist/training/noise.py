@@ -1,0 +1,179 @@
+"""Random numbers of a step: those of one process, of which each rank draws its rows.
+
+TensorFlow's stateless generators are counters: number i depends on the seed and on i
+alone. All ranks have the same states of their generators, and where the first axis of a
+draw is the rows of the batch, a rank skips the numbers of the rows before its own. It
+draws as many as without that.
+"""
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dist import comm, mixin, private
+from keras_dist.data.draws import preserve_generators
+from keras_dist.optimizer import step_context
+
+# TensorFlow's functions that draw number i from the counter's place i.
+_COUNTED = ("stateless_random_uniform_v2", "stateless_random_normal_v2")
+
+# Those that reject some: all ranks draw the numbers of all rows, and take their own.
+_OTHERS = (
+    "stateless_truncated_normal_v2",
+    "stateless_random_uniform_int_v2",
+    "stateless_random_uniform_full_int_v2",
+)
+
+
+class StepNoise:
+    """Numbers that functions without a seed draw in the steps of one model.
+
+    Functions of `keras.random` draw those of one process. `tf.random` would draw the
+    same on all ranks, after `keras.utils.set_random_seed`, for other rows: there each
+    rank draws its own. An update draws alike on all ranks: it changes weights.
+    """
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._shared_seed: int | None = None
+        # A step in which one is made would be traced once more.
+        self._generator = keras.random.SeedGenerator(0)
+        self._begun: Any = None  # its state as the fit began
+
+    def prepare(self, model: Any, undo: contextlib.ExitStack) -> None:
+        """Begin a fit, unless it has begun. All ranks call this.
+
+        Args:
+            model: The model, with its weights.
+            undo: Is closed when the fit is over.
+        """
+        if self._seed is None:
+            self._seed = _derive_seed(model)
+        if self._begun is None:
+            first = comm.broadcast((private.global_seed(), _next_keras_state()))
+            self._shared_seed, self._begun = first
+            self._generator.state.assign(self._begun)
+            undo.callback(self._finish)
+
+    def _finish(self) -> None:
+        """Let `keras.random` go on as after a fit on one process."""
+        now, begun = comm.to_array(self._generator.state), self._begun
+        self._begun = None
+        if any(now != begun):
+            state = private.keras_state()
+            if state.get(private.SEED_GENERATOR) is None:
+                seed = random.randint(1, int(1e9))  # as Keras, which draws it, too
+                state[private.SEED_GENERATOR] = keras.random.SeedGenerator(seed)
+            state[private.SEED_GENERATOR].state.assign(now)
+
+    @contextlib.contextmanager
+    def draw_step_numbers(self) -> Iterator[None]:
+        """Context manager in which a step is traced, or runs eagerly."""
+        own, operations = self._seed, private.random_operations()
+        assert own is not None  # `prepare` was called before the first step
+        with contextlib.ExitStack() as stack:
+            for names, draw in ((_COUNTED, _skip_rows), (_OTHERS, _take_rows)):
+                for name in names:
+                    stack.enter_context(mixin.replace_method(operations, name, draw))
+            change = functools.partial(_draw_from, self._generator)
+            stack.enter_context(change(lambda seed: (seed + own) % 2**31))
+            yield
+
+    def draw_common_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in such a step for its update."""
+        return _draw_from(self._generator, lambda _: self._shared_seed)
+
+
+@contextlib.contextmanager
+def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[None]:
+    state = private.keras_state()
+    before = state.get(private.SEED_GENERATOR)
+    state[private.SEED_GENERATOR] = generator
+    try:
+        with private.change_operation_seed(change):
+            yield
+    finally:
+        state[private.SEED_GENERATOR] = before
+
+
+def _next_keras_state() -> Any:
+    """Return the state from which `keras.random` draws next, without drawing."""
+    generator = private.keras_state().get(private.SEED_GENERATOR)
+    if generator is not None:
+        return comm.to_array(generator.state)
+    with preserve_generators():
+        return [random.randint(1, int(1e9)), 0]  # as Keras seeds the generator
+
+
+def _derive_seed(model: Any) -> int:
+    """Return another seed for each model and each rank, without drawing it.
+
+    So the script later draws the same random numbers as on one process.
+    """
+    seed = private.global_seed()
+    first = [keras.ops.ravel(v)[:1].numpy().tolist() for v in model.trainable_variables]
+    given = random.getstate() if seed is None else seed
+    return random.Random(repr((given, first, comm.rank()))).getrandbits(31)
+
+
+def _skip_rows(plain: Any, shape: Any, **given: Any) -> Any:
+    """Draw this rank's rows, from the counter's place where they begin."""
+    found = _find_rows(shape)
+    if found is None or "counter" not in given:
+        return plain(shape, **given)
+    shape, begin, _, times = found
+    # Philox makes 128 bits at each place of the counter.
+    group = 2 if tf.as_dtype(given.get("dtype", tf.float32)).size == 8 else 4
+    first = begin * times * tf.reduce_prod(shape[1:])
+    steps = tf.cast(tf.stack([first // group, tf.zeros_like(first)]), tf.uint64)
+    count = tf.reduce_prod(shape)
+    given["counter"] += steps
+    numbers = plain(tf.reshape(count + group - 1, [1]), **given)
+    return tf.reshape(tf.slice(numbers, [first % group], [count]), shape)
+
+
+def _take_rows(plain: Any, shape: Any, **given: Any) -> Any:
+    """Draw the rows of all ranks, and take this rank's."""
+    found = _find_rows(shape)
+    if found is None:
+        return plain(shape, **given)
+    shape, begin, total, times = found
+    rows = shape[:1]
+    every = tf.where(times > 0, total * times, rows)
+    whole = plain(tf.concat([every, shape[1:]], 0), **given)
+    begin = tf.minimum(begin * times, every - rows)  # a copy may be behind the last row
+    return tf.reshape(tf.gather(whole, begin + tf.range(rows[0])), shape)
+
+
+def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
+    """Find what a draw of a shape has to do with the rows of the step.
+
+    Returns:
+        The shape, a vector; the first of this rank's rows; the rows of all ranks; and
+        the entries of the first axis for each row, 0 if that is not the rows. `None`
+        outside of a step, for one number, or where the first axis is no batch's.
+    """
+    context = step_context.current()
+    shape = tf.convert_to_tensor(shape)
+    if context.length is None or shape.shape[0] == 0:
+        return None
+    known = tf.get_static_value(shape, partial=True)
+    is_known = known is not None and known[0] is not None
+    if is_known != isinstance(context.length, int):
+        return None  # it does not follow from the batch
+    shape, length = tf.cast(shape, tf.int64), tf.cast(context.length, tf.int64)
+    begin = context.begin
+    total = context.global_rows or comm.size() if begin is None else context.rows_of_all
+    if begin is None:  # right if the ranks' batches have as many rows
+        begin = comm.rank() * (total // comm.size())
+    # Steps of time may be beside the rows; a vector has a number for each row or none.
+    is_rows = tf.equal(
+        shape[0] % length if shape.shape[0] > 1 else shape[0] - length, 0
+    )
+    times = tf.where(is_rows, shape[0] // length, 0)
+    return shape, tf.cast(begin, tf.int64), tf.cast(total, tf.int64), times
