@@ -11,8 +11,7 @@ SHIFT = 2  # largest shift of an image, in pixels
 def wide_resnet(*, mean: float, variance: float, width: int = 1, wd: float = 0.0):
     """Make the network (Zagoruyko and Komodakis, 2016, arXiv:1605.07146).
 
-    Images are flipped and shifted at random in the model itself, so that each rank
-    draws its own flips and shifts.
+    Images are flipped and shifted at random in the model itself.
 
     Args:
         mean, variance: Mean and variance of the pixels of the training images.

@@ -225,12 +225,14 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
-def random_operations() -> Any:
-    """Return the module of the functions by which TensorFlow draws from a counter."""
+def random_operations(name: str) -> Any:
+    """Return the module of the function by which TensorFlow draws from a counter."""
     draw = tf.random.stateless_uniform
     while hasattr(draw, "__wrapped__"):
         draw = draw.__wrapped__
-    return draw.__globals__["gen_stateless_random_ops_v2"]
+    modules = "gen_stateless_random_ops_v2", "gen_stateless_random_ops"
+    found = (draw.__globals__[module] for module in modules)
+    return next(module for module in found if hasattr(module, name))
 
 
 def operation_seed_generator() -> Any:

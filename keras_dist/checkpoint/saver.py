@@ -18,6 +18,7 @@ from keras_dist.callbacks.broadcast_variables import build_optimizers, state_var
 from keras_dist.checkpoint import states
 from keras_dist.checkpoint.saved import Resume, Saved, on_first_rank
 from keras_dist.checkpoint.states import CallbackStates
+from keras_dist.data import draws
 from keras_dist.data.batch_rows import batch_of
 from keras_dist.data.division import DataPosition
 from keras_dist.data.source import Source
@@ -153,7 +154,7 @@ class Saver(keras.callbacks.Callback):
         if not saved.position.step:
             # Before `on_epoch_begin` of callbacks, which may change what it restores.
             self._restore_model(saved)
-            states.restore_random(self._own(saved)["random"])
+            self._restore_random(saved)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._done = epoch, 0
@@ -268,6 +269,11 @@ class Saver(keras.callbacks.Callback):
         is_same_size = len(saved.ranks) == comm.size()
         return saved.ranks[comm.rank() if is_same_size else 0]
 
+    def _restore_random(self, saved: Saved) -> None:
+        states.restore_random(self._own(saved)["random"])
+        if len(saved.ranks) != comm.size():
+            draws.renew_rank_numbers(comm.rank())  # they are the first rank's
+
     def _restore_shared(self) -> None:
         """Restore what is broadcast after it; an error is raised on all ranks."""
         saved = self._resume.saved
@@ -295,7 +301,7 @@ class Saver(keras.callbacks.Callback):
             states.restore_rank(self.model, saved.ranks[comm.rank()])
         if saved.position.step:
             states.restore_metrics(self.model, saved.ranks)
-            states.restore_random(self._own(saved)["random"])
+            self._restore_random(saved)
         elif self._random is not None:
             states.restore_random(self._random)
         before, now = saved.warmup_steps, self._setup.warmup_steps

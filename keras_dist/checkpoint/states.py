@@ -18,6 +18,7 @@ from keras_dist.callbacks.average_statistics import variables_by_rule
 from keras_dist.callbacks.broadcast_variables import seed_states, state_variables
 from keras_dist.callbacks.user_callbacks import runs_here
 from keras_dist.checkpoint.files import digest, to_json
+from keras_dist.data import draws
 from keras_dist.optimizer.accumulation import pending_sums
 from keras_dist.optimizer.nested import leaves_of
 from keras_dist.training.metric_state import (
@@ -334,6 +335,7 @@ def random_state() -> dict[str, Any]:
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
+        "stash": draws.get_stash(),
     }
     # With op determinism TensorFlow has none until the user makes it.
     with contextlib.suppress(RuntimeError):
@@ -345,6 +347,8 @@ def restore_random(states: dict[str, Any]) -> None:
     """Set the generators to the states that `random_state` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
+    if "stash" in states:  # which older checkpoints do not have
+        draws.set_stash(states["stash"])
     if "tensorflow" in states:
         with contextlib.suppress(RuntimeError, ValueError):  # another algorithm
             tf.random.get_global_generator().reset(states["tensorflow"])

@@ -95,6 +95,16 @@ def enter_fit(states: Any) -> Iterator[None]:
             set_states(here)
 
 
+def get_stash() -> list[list[Any]]:
+    """Return the states that are not in use now, for a checkpoint."""
+    return [_alike[:], _own[:]]
+
+
+def set_stash(stash: list[list[Any]]) -> None:
+    """Set the states that are not in use now."""
+    _alike[:], _own[:] = stash
+
+
 def draw_rank_numbers(rank: int) -> None:
     """From now on, draw numbers that no other rank draws."""
     if not _alike:
@@ -106,6 +116,15 @@ def draw_rank_numbers(rank: int) -> None:
             np.random.seed(random.getrandbits(32))
             if operations := private.operation_seed_generator():
                 operations.seed(random.getrandbits(32))
+
+
+def renew_rank_numbers(rank: int) -> None:
+    """Draw others where this rank's own numbers are those of another rank."""
+    is_own = bool(_alike)
+    draw_common_numbers()
+    _own.clear()
+    if is_own:
+        draw_rank_numbers(rank)
 
 
 def draw_common_numbers() -> None:

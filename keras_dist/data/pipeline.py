@@ -239,8 +239,13 @@ def select(
     def is_kept(number: tf.Tensor, _: Any) -> tf.Tensor:
         return is_selected(number)
 
-    make = tf.autograph.experimental.do_not_convert(make)
-    return dataset.enumerate().filter(is_kept).map(make)
+    @tf.autograph.experimental.do_not_convert
+    def take_first(*window: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.zip(window).take(1)
+
+    # Each comes when the next one was read, so the last one when all were.
+    kept = dataset.enumerate().filter(is_kept).window(2, 1).flat_map(take_first)
+    return kept.map(tf.autograph.experimental.do_not_convert(make))
 
 
 def assert_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:

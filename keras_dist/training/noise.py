@@ -30,6 +30,11 @@ _OTHERS = (
 )
 
 
+# Those whose arguments have a value for each row, of which a rank has its own alone:
+# each rank draws numbers that no other rank draws, and one process others.
+_BY_ARGUMENTS = ("stateless_random_gamma_v3", "stateless_random_binomial")
+
+
 class StepNoise:
     """Numbers that functions without a seed draw in the steps of one model.
 
@@ -74,12 +79,16 @@ class StepNoise:
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
         """Context manager in which a step is traced, or runs eagerly."""
-        own, operations = self._seed, private.random_operations()
+        own = self._seed
         assert own is not None  # `prepare` was called before the first step
+        draws: dict[str, Any] = dict.fromkeys(_COUNTED, _skip_rows)
+        draws |= dict.fromkeys(_OTHERS, _take_rows)
+        draws |= dict.fromkeys(_BY_ARGUMENTS, _draw_apart)
+        draws["stateless_multinomial"] = _choose_apart
         with contextlib.ExitStack() as stack:
-            for names, draw in ((_COUNTED, _skip_rows), (_OTHERS, _take_rows)):
-                for name in names:
-                    stack.enter_context(mixin.replace_method(operations, name, draw))
+            for name, draw in draws.items():
+                operations = private.random_operations(name)
+                stack.enter_context(mixin.replace_method(operations, name, draw))
             change = functools.partial(_draw_from, self._generator)
             stack.enter_context(change(lambda seed: (seed + own) % 2**31))
             yield
@@ -148,6 +157,27 @@ def _take_rows(plain: Any, shape: Any, **given: Any) -> Any:
     whole = plain(tf.concat([every, shape[1:]], 0), **given)
     begin = tf.minimum(begin * times, every - rows)  # a copy may be behind the last row
     return tf.reshape(tf.gather(whole, begin + tf.range(rows[0])), shape)
+
+
+def _draw_apart(plain: Any, shape: Any, **given: Any) -> Any:
+    """Draw numbers of this rank alone for its rows."""
+    found = _find_rows(shape)
+    if found is not None:
+        is_own = tf.cast(found[3] > 0, tf.int64) * comm.rank()
+        name, dtype = "counter", tf.uint64
+        if name not in given:
+            name, dtype = "seed", tf.convert_to_tensor(given["seed"]).dtype
+        given[name] += tf.cast(tf.stack([tf.zeros_like(is_own), is_own]), dtype)
+    return plain(shape=shape, **given)
+
+
+def _choose_apart(plain: Any, logits: Any, count: Any, seed: Any, **given: Any) -> Any:
+    """Choose by numbers of this rank alone for its rows."""
+
+    def choose(shape: Any, seed: Any) -> Any:
+        return plain(logits, count, seed, **given)
+
+    return _draw_apart(choose, tf.shape(logits), seed=seed)
 
 
 def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:

@@ -142,3 +142,40 @@ def test_a_second_fit_goes_on_where_the_first_has_ended():
     np.testing.assert_allclose(found[1][0], found[0][0], 1e-9)
     for own, other in zip(found[1][1], found[0][1], strict=True):
         np.testing.assert_allclose(own, other, 1e-8)
+
+
+class Chooses(keras.Model):
+    """Keeps what each of its rows has drawn, in a column for each kind."""
+
+    seen: list = []
+
+    def __init__(self):
+        super().__init__()
+        self.last = layers.Dense(1)
+
+    def call(self, x, training=False):
+        if training:
+            alpha = ops.ones((ops.shape(x)[0],))
+            columns = [
+                keras.random.gamma(ops.shape(alpha), alpha),
+                keras.random.binomial(ops.shape(alpha), 1000.0 * alpha, 0.5 * alpha),
+                keras.random.categorical(ops.zeros((ops.shape(x)[0], 10**6)), 1)[:, 0],
+            ]
+            kinds = [np.asarray(column, "float64") for column in columns]
+            Chooses.seen.append(np.stack(kinds, axis=1))
+        return self.last(x)
+
+
+def test_what_is_drawn_from_arguments_differs_on_each_rank(world, monkeypatch):
+    """`gamma`, `binomial` and `categorical`: another draw on each rank and row."""
+    monkeypatch.setenv("KERAS_DIST_TRIAL", "0")
+    monkeypatch.setattr(Chooses, "seen", [])
+    model = maker(Chooses, run_eagerly=True)()
+    count = 4 * world.size
+    x, y = data_for(VECTOR)
+    x, y = np.resize(x, (count, *VECTOR)), np.resize(y, (count, 1))
+    keras_dist.dist_fit(model, x, y, batch="global", batch_size=count, verbose=0)
+    everyone = np.concatenate(keras_dist.gather(Chooses.seen[-1]))
+    for column in everyone.T[[0, 2]]:
+        assert len(set(column.tolist())) == count
+    assert len(set(everyone[:, 1].tolist())) > world.size

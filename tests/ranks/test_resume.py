@@ -230,7 +230,7 @@ RESUMED = [
 @slow_on_three
 @pytest.mark.parametrize(
     ("as_data", "ended", "kept", "saved", "options"),
-    shortened(RESUMED, [RESUMED[0], RESUMED[7]]),
+    shortened(RESUMED, [RESUMED[0], RESUMED[2], RESUMED[7]]),
 )
 def test_data_in_batches_resumes_where_it_was(
     folder, as_data, ended, kept, saved, options
