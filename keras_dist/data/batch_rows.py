@@ -17,7 +17,6 @@ import tensorflow as tf
 # that a graph knows it.
 _BATCH, _OWN, _KNOWN = (f"keras_dist.{name}" for name in ("batch", "own", "rows"))
 
-
 # A number of rows that no batch has.
 _ALL_ROWS = 2**30
 

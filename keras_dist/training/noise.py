@@ -10,6 +10,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -28,7 +29,6 @@ _OTHERS = (
     "stateless_random_uniform_int_v2",
     "stateless_random_uniform_full_int_v2",
 )
-
 
 # Those whose arguments have a value for each row, of which a rank has its own alone:
 # each rank draws numbers that no other rank draws, and one process others.
@@ -93,9 +93,13 @@ class StepNoise:
             stack.enter_context(change(lambda seed: (seed + own) % 2**31))
             yield
 
-    def draw_common_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in such a step for its update."""
-        return _draw_from(self._generator, lambda _: self._shared_seed)
+    @contextlib.contextmanager
+    def draw_common_numbers(self) -> Iterator[None]:
+        """Context manager in such a step for its update, which has no rows."""
+        without_rows = replace(step_context.current(), length=None)
+        draw = _draw_from(self._generator, lambda _: self._shared_seed)
+        with step_context.enter(without_rows), draw:
+            yield
 
 
 @contextlib.contextmanager

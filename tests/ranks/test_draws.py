@@ -315,12 +315,16 @@ class Jitter(keras.constraints.Constraint):
 
 
 def train_with_noise(fit, draw, jit_compile, **arguments):
-    """The weights after a fit that draws in its updates."""
+    """The weights after a fit that draws in its updates.
+
+    Each rank has four rows in a step, of which the kernel has a multiple.
+    """
+    rows = 4 * keras_dist.size()
     layer = keras.layers.Dense(1, kernel_constraint=Jitter())
     model = keras.Sequential([keras.Input((8,)), layer])
     model.compile(Langevin(draw), "mse", jit_compile=jit_compile)
-    x = np.linspace(-1, 1, 12 * 8, dtype="float32").reshape(12, 8)
-    fit(model, x, x[:, :1], batch_size=6, shuffle=False, verbose=0, **arguments)
+    x = np.linspace(-1, 1, 16 * rows, dtype="float32").reshape(-1, 8)
+    fit(model, x, x[:, :1], rows, shuffle=False, verbose=0, **arguments)
     return [value.tolist() for value in model.get_weights()]
 
 
