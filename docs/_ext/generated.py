@@ -38,6 +38,7 @@ PAGES = {
     "warmup_epochs": "../how_to/learning_rate.md",
     "steps_scaling": "../how_to/learning_rate.md",
     "validation_steps_scaling": "../how_to/learning_rate.md",
+    "batch_norm": "../concepts/batch.md",
     "shard": "../concepts/batch.md",
     "target_accuracy": "../how_to/learning_rate.md",
     "resume": "../how_to/resume.md",

@@ -63,8 +63,8 @@ def test_large_gradients_are_sent_alone(sent, monkeypatch):
     calls.clear()
     monkeypatch.setattr("keras_dist.comm.collectives._LARGE", 4)
     alone = fit("perceptron", keras.optimizers.SGD(0.1))
-    # The weight, the stop request and the steps are alone, too.
-    assert calls == {"allreduce": 6 * (len(alone.weights) + 3)}
+    # The weight, and the steps with their requests, are alone, too.
+    assert calls == {"allreduce": 6 * (len(alone.weights) + 2)}
     assert largest_difference(alone, packed) < 1e-6
 
 
@@ -107,8 +107,8 @@ def test_an_embedding_sends_the_rows_that_were_read(sent):
     assert calls == {"allreduce": 6, "allgather": 12}
     table = 500 * 3 * 4
     assert moved["allgather"] < 6 * table / 4
-    # The dense layer, the weight, the stop request; each rank's step, and its rows.
-    assert moved["allreduce"] == 6 * 4 * (13 + 2 + 2 * keras_dist.size())
+    # The dense layer, the weight; each rank's step and request, and its rows.
+    assert moved["allreduce"] == 6 * 4 * (13 + 1 + 2 * keras_dist.size())
     for counter in sent:
         counter.clear()
     fit("tiny embedding", "sgd")
@@ -134,8 +134,8 @@ def test_compressed_gradients_are_sent_in_two_bytes(sent, kind):
     assert calls == {"allreduce": 6, "alltoall": 6, "allgather": 6}
     assert moved["alltoall"] == 6 * 2 * padded
     assert moved["allgather"] == 6 * 2 * padded // size
-    # The weight, the stop request, each rank's step and its largest number.
-    assert moved["allreduce"] == 6 * 4 * (2 + 2 * size)
+    # The weight; each rank's step and request, and its largest number.
+    assert moved["allreduce"] == 6 * 4 * (1 + 2 * size)
 
 
 @pytest.mark.three_ranks
