@@ -88,7 +88,8 @@ class Meeting:
         # and the seconds for which it has sent no new heartbeat.
         self._notes: list[dict[str, Any]] = [{} for _ in range(self._size)]
         self._silent = [0.0] * self._size
-        self._is_over = threading.Event()
+        self._is_over, self._has_more = threading.Event(), threading.Event()
+        self._is_gathering = False  # so that beats are quick
         self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
         self.nonce = secrets.token_hex(16)
         if self._number == 0:
@@ -128,6 +129,7 @@ class Meeting:
                 break
             time.sleep(_TICK)
         self._is_over.set()
+        self._has_more.set()
         self._thread.join()
         self._client.put(f"{self.nonce}.{self._number}", None)  # another one may come
 
@@ -246,6 +248,7 @@ class Meeting:
             ValueError: If `combine` has raised an error that says what to do, or the
                 first member was lost.
         """
+        self._is_gathering = True
         self._give(name, value)
         if self._number == 0:
             try:
@@ -266,6 +269,7 @@ class Meeting:
                 )
             look()
             time.sleep(_TICK)
+        self._is_gathering = False
         if "error" in result:
             raise ValueError(result["error"])
         return dict(result)
@@ -278,6 +282,7 @@ class Meeting:
     def _give(self, name: str, value: Any) -> None:
         """Add a value to the note of this member."""
         self._notes[self._number] = {**self._notes[self._number], name: value}
+        self._has_more.set()
 
     def _keep_in_touch(self) -> None:
         """In a thread: write this member's note, and read those of all."""
@@ -290,7 +295,10 @@ class Meeting:
             now = time.monotonic()
             self._note(found or {}, now - before)
             before = now
-            if self._is_over.wait(max(_BEAT_SECONDS, self._size / _MOST_BEATS)):
+            pause = _TICK if self._is_gathering else _BEAT_SECONDS
+            self._has_more.wait(max(pause, self._size / _MOST_BEATS))
+            self._has_more.clear()
+            if self._is_over.is_set():
                 return
 
     def _note(self, found: Mapping[str, Any], seconds: float) -> None:
