@@ -108,7 +108,10 @@ code = job.wait()
 sys.stdin.readline()
 left, end = ["?"], time.monotonic() + 5
 while set(left) - {"zombie"} and time.monotonic() < end:
-    left = [each.status() for each in psutil.Process().children(recursive=True)]
+    try:
+        left = [each.status() for each in psutil.Process().children(recursive=True)]
+    except psutil.NoSuchProcess:  # it has just ended
+        left = ["?"]
 print(code, *left)
 """
 
