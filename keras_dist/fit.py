@@ -105,10 +105,10 @@ def dist_fit(
             rounded up, or `"none"`. With `"divide"`, a `LearningRateSchedule` is read
             at step × size. `"auto"`: divide, or none with `batch="global"`.
         validation_steps_scaling: Like `steps_scaling`, for `validation_steps`.
-        batch_norm: Which rows `BatchNormalization` layers that are trained normalize
-            by: `"global"`, those of all ranks, as one process does, for two small
-            collectives for each layer and step; or `"rank"`, those of the rank,
-            but for layers with `synchronized=True`. `"auto"`: as `batch`.
+        batch_norm: Whose mean and variance `BatchNormalization` uses in training.
+            `"global"`: those of the rows of all ranks, as in one process; a layer
+            then needs two small collectives in a step. `"rank"`: those of the rank's
+            own rows, except in layers with `synchronized=True`. `"auto"`: as `batch`.
         shard: `"auto"`: arrays are sharded by row; data in batches is sharded by batch
             if all ranks have the same batches. `"none"`: you have already split all
             data. `"first"`: the first rank reads data in batches, and sends every batch

@@ -44,7 +44,7 @@ class FitCallback(keras.callbacks.Callback):
 
 
 class FitHooks(keras.callbacks.Callback):
-    """What a fit does around Keras's loop, before all other callbacks.
+    """Do what a fit needs around Keras's loop, before the other callbacks run.
 
     - Reports of ranks that wait name epoch and step: they are written to this rank's
       record. There is no hook at the end of a batch: with one, Keras would wait for

@@ -197,7 +197,7 @@ class Saver(keras.callbacks.Callback):
         self.end_if_requested()
 
     def _find_request(self) -> Request:
-        """Return what this rank requests: the clock is that of the first one."""
+        """Return what this rank requests. Only the first rank reads the clock."""
         if self._signals.number:
             return Request.END
         if self._seconds is None or comm.rank() > 0:

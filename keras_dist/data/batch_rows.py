@@ -60,7 +60,7 @@ def put_beside(batch: Any, rows: BatchRows) -> dict[str, Any]:
 
 
 def put_beside_spec(spec: Any) -> dict[str, Any]:
-    """Return the spec of batches with all three numbers, from that of the batches."""
+    """Return the spec of a batch with its three numbers beside it."""
     return {_BATCH: spec, _KNOWN: tf.TensorSpec([1, 3], tf.int32)}
 
 

@@ -62,9 +62,8 @@ class Feed:
     @property
     def is_dealt(self) -> bool:
         """True if the ranks evaluate whole batches in turn, rank r of N r, r + N, …."""
-        return isinstance(self.source, Arrays) or getattr(
-            self.source, "is_replicated", False
-        )
+        is_replicated = getattr(self.source, "is_replicated", False)
+        return is_replicated or isinstance(self.source, Arrays)
 
     def position_facts(self) -> dict[str, Any]:
         """Return what a position in the middle of this epoch depends on."""

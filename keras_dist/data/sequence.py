@@ -168,9 +168,8 @@ class ShardedSequence(keras.utils.PyDataset):
         if self._has_changed and self._gather_texts is not None:
             self._compare_first(self._gather_texts)
         if not self._dealer.splits_batches:
-            draws.draw_rank_numbers(
-                self._dealer.rank
-            )  # no other rank makes these batches
+            # No other rank makes these batches.
+            draws.draw_rank_numbers(self._dealer.rank)
 
     def on_epoch_end(self) -> None:
         """Call the user's `on_epoch_end`; it may shuffle, the same way on all ranks."""

@@ -285,7 +285,7 @@ class Meeting:
         self._has_more.set()
 
     def _keep_in_touch(self) -> None:
-        """In a thread: write this member's note, and read those of all."""
+        """Write this member's note and read all notes, until the meeting is over."""
         before, prefix = time.monotonic(), f"{self.nonce}."
         for beat in itertools.count(1):
             note = {**self._notes[self._number], "signals": [*self._stopped]}
