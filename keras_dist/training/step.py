@@ -309,18 +309,26 @@ def _check_step_runs(model: Any) -> Iterator[None]:
     """
     try:
         yield
-    finally:
-        if comm.size() > 1 and not session_of(model).has_run:
-            override = "make_train_function` of its own"
-            if "train_step" in vars(model):
-                override = "train_step` that was set on the object"
-            raise RuntimeError(
-                "A batch was trained on without the `train_step` of the model's class, "
-                "so the ranks do not have the same weights. Received: "
-                f"{model.name!r} with a `{override}. Define `train_step` in the class, "
-                "and let `make_train_function` return a new function that calls "
-                "`self.train_step`."
-            )
+    except (StopIteration, tf.errors.OutOfRangeError):
+        raise  # there was no batch
+    except Exception:
+        _check_has_run(model)
+        raise
+    _check_has_run(model)
+
+
+def _check_has_run(model: Any) -> None:
+    if comm.size() > 1 and not session_of(model).has_run:
+        override = "make_train_function` of its own"
+        if "train_step" in vars(model):
+            override = "train_step` that was set on the object"
+        raise RuntimeError(
+            "A batch was trained on without the `train_step` of the model's class, "
+            "so the ranks do not have the same weights. Received: "
+            f"{model.name!r} with a `{override}. Define `train_step` in the class, "
+            "and let `make_train_function` return a new function that calls "
+            "`self.train_step`."
+        )
 
 
 def _start(model: Any, batch: Any) -> None:
