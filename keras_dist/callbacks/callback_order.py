@@ -41,17 +41,17 @@ _ADDED = (
 )
 
 
-def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[Any]:
+def order_callbacks(callbacks: Any, target_accuracy: float | None = None) -> list[Any]:
     """Add the callbacks that a fit needs to the user's, and put all of them in order.
 
     Args:
-        given: What the user passed to `fit` as `callbacks`.
+        callbacks: What the user passed to `fit` as `callbacks`.
         target_accuracy: If not `None`, a `StopAtAccuracy` with this target is added.
 
     Returns:
         The callbacks of all ranks; of those that are added, one of each class.
     """
-    every = flatten_callbacks(given)
+    every = flatten_callbacks(callbacks)
     for cls in _ADDED[: 1 if comm.size() == 1 else None]:
         if not any(isinstance(callback, cls) for callback in every):
             every.append(ReplicaCheck(None) if cls is ReplicaCheck else cls())

@@ -99,11 +99,11 @@ class FitHooks(keras.callbacks.Callback):
         self._record.enter("")
 
 
-def flatten_callbacks(given: Any) -> list[Any]:
+def flatten_callbacks(callbacks: Any) -> list[Any]:
     """List what the user passed to Keras as `callbacks`."""
-    if isinstance(given, keras.callbacks.CallbackList):
-        given = given.callbacks
-    return keras.tree.flatten(given or [])
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return keras.tree.flatten(callbacks or [])
 
 
 def _replace_fit() -> None:

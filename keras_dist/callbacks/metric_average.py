@@ -41,4 +41,4 @@ class MetricAverage(FitCallback):
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        session_of(model).averages = True
+        session_of(model).sums_metrics = True

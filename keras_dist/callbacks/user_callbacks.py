@@ -240,7 +240,7 @@ class UserCallbacks(keras.callbacks.Callback):
             return
         with (
             run_alone(),
-            mixin.change(session_of(self.model), averages=False),  # no collectives
+            mixin.change(session_of(self.model), sums_metrics=False),  # no collectives
             comm.without_collectives(),
             # The next random numbers have to be the same on all ranks.
             preserve_generators(),

@@ -222,8 +222,8 @@ class Saver(keras.callbacks.Callback):
         self.end_write()
         saved = Saved(
             position=position,
-            seed=self._resume.spec.seed,
-            keras_seed=self._resume.spec.keras_seed,
+            seed=self._resume.context.seed,
+            keras_seed=self._resume.context.keras_seed,
             data=self._feed.position_facts(),
             is_finished=is_finished,
             rates=list(map(rate_progress, leaves_of(self.model))),

@@ -298,8 +298,8 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if context.rows is None:
         return plain(*args, **kwargs)
     place = context.next_place("compute")
-    given = dict(zip(names, args, strict=False))
-    rows = given | {name: kwargs[name] for name in names if name in kwargs}
+    positional = dict(zip(names, args, strict=False))
+    rows = positional | {name: kwargs[name] for name in names if name in kwargs}
 
     is_gathered, first = place in context.kinds.gathered, 1000 * (place[1] + 1)
 
@@ -307,10 +307,10 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context.passed.update(loss=place, tracker=place)
 
     def compute(rows: dict[str, Any]) -> Any:
-        positional = [rows[name] for name in given]
+        leading = [rows[name] for name in positional]
         others = {name: rows.get(name, value) for name, value in kwargs.items()}
         start_at(first)  # if it is computed twice, its losses have the same places
-        return plain(*positional, *args[len(given) :], **others)
+        return plain(*leading, *args[len(positional) :], **others)
 
     def compute_own() -> Any:
         # A trial computes both, and one of them counts in means that it updates.

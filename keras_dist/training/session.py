@@ -130,7 +130,7 @@ def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
 
 # The data of an evaluation of a callback, which may run on one rank only. All ranks run
 # the others, with results over all rows.
-ALONE = Feed(data=None)
+LOCAL_EVALUATION = Feed(data=None)
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Session:
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
         validation: The data on which Keras's loop evaluates.
-        averages: Whether the state of metrics is summed over all ranks.
+        sums_metrics: Whether the state of metrics is summed over all ranks.
         evaluation: The data of the evaluation that is running; `None` in a training.
         rows_restored: Rows of this epoch that the process before a resume trained on.
         before_predict: Synchronizes statistics before all ranks predict in this fit.
@@ -186,7 +186,7 @@ class Session:
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
     validation: Feed = Feed(data=None)
-    averages: bool = False
+    sums_metrics: bool = False
     evaluation: Feed | None = None
     rows_restored: int = 0
     before_predict: Callable[[], None] = lambda: None
@@ -197,7 +197,7 @@ class Session:
     @property
     def feeds(self) -> list[Feed]:
         """The data that may hold an error which the user's data raised."""
-        return [self.feed, self.validation, self.evaluation or ALONE]
+        return [self.feed, self.validation, self.evaluation or LOCAL_EVALUATION]
 
     def call_at_start(
         self, hook: Callable[[], None], *, is_first: bool = False
@@ -273,9 +273,9 @@ class Session:
 
     def runs_on_all(self) -> bool:
         """Return True if a result that is read now is one over all ranks."""
-        if step_context.is_inside() or not self.averages:
+        if step_context.is_inside() or not self.sums_metrics:
             return False
-        return self.evaluation is not ALONE
+        return self.evaluation is not LOCAL_EVALUATION
 
     @contextlib.contextmanager
     def evaluate(self, feed: Feed, **state: Any) -> Iterator[None]:

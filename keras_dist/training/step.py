@@ -19,13 +19,13 @@ from keras_dist.data.batch_rows import (
 )
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.attach import averages, check_again, only_attached
+from keras_dist.optimizer.attach import averages_gradients, check_again, only_attached
 from keras_dist.optimizer.reduce import explain_updates
 from keras_dist.optimizer.step_context import Request
 from keras_dist.training import build, losses, metrics, trial
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
-from keras_dist.training.session import ALONE, Session, session_of
+from keras_dist.training.session import LOCAL_EVALUATION, Session, session_of
 
 
 class PredictsAlone:
@@ -139,8 +139,9 @@ class DistributedStep(PredictsAlone):
         build.prepare_optimizers(self)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session, is_of_fit = self._distributed_session, kwargs.get(private.OF_FIT)
-        with session.evaluate(session.validation if is_of_fit else ALONE):
+        session, is_validation = session_of(self), kwargs.get(private.CALLED_BY_FIT)
+        feed = session.validation if is_validation else LOCAL_EVALUATION
+        with session.evaluate(feed):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
@@ -262,7 +263,7 @@ def ignore_copy(model: Any, has_rows: Any) -> Iterator[None]:
 
 def split_losses(model: Any, own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the step with its losses and logs as parts of the global batch's."""
-    if not averages(model):
+    if not averages_gradients(model):
         return own_step
     found = session_of(model).traced.trial or trial.Trial()
     return losses.split_step(model, own_step, found.kinds)
@@ -341,7 +342,7 @@ def _start(model: Any, batch: Any) -> None:
     """Build the model, copy it to all ranks and try its step, before it is traced."""
     session, own_step = session_of(model), own_train_step(model)
     build.start(model, batch, own_step, is_eager=model.run_eagerly)
-    traced, is_averaged = session.traced, comm.size() > 1 and averages(model)
+    traced, is_averaged = session.traced, comm.size() > 1 and averages_gradients(model)
     if traced.trial is None and is_averaged and not losses.needs_no_trial(model):
         _try_step(model, batch)
     global_rows = int(comm.sum(int(num_rows(batch))))
