@@ -95,7 +95,7 @@ def global_result(
     if comm.size() == 1:
         return result()
     stateful = stateful_metrics(metrics)
-    with comm.wait_for_all_ranks():
+    with comm.raise_on_all():
         facts = _facts(stateful, logs)
         begun = [(starts or {}).get(id(metric)) for metric in stateful]
         states = [
