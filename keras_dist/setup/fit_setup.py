@@ -11,7 +11,11 @@ import tensorflow as tf
 from keras_dist import comm, plan, private
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
-from keras_dist.callbacks.user_callbacks import is_writer, runs_on_first_rank_only
+from keras_dist.callbacks.user_callbacks import (
+    is_writer,
+    reads_batch_logs,
+    runs_on_first_rank_only,
+)
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed
 from keras_dist.data.division import ReadContext
 from keras_dist.data.feed import Feed
@@ -216,6 +220,8 @@ def _describe_parts(
         yield "batch normalization", rows
     if model.jit_compile:
         yield "XLA", "forward and backward, then update; averaging between"
+    if names := [type(e).__name__ for e in callbacks if reads_batch_logs(e)]:
+        yield "batch logs", f"of all ranks, for {', '.join(names)}"
     if names := [type(each).__name__ for each in callbacks if is_writer(each)]:
         yield "first rank", f"runs {', '.join(names)}"
 

@@ -36,8 +36,9 @@ _OVER_BATCH = {"dice", "tversky", "circle"}
 
 # Layers of Keras whose output for a row depends on that row alone, in any number of
 # dimensions. Not `MelSpectrogram` (a maximum over the batch), `Equalization` (and what
-# contains it), `MixUp`, `CutMix`, what pads texts to the longest one, what may encode a
-# batch of single values as one row, and what runs code of other packages.
+# contains it), `RandomElasticTransform` (the first row alone), `MixUp`, `CutMix`, what
+# pads texts to the longest one, what may encode a batch of single values as one row,
+# and what runs code of other packages.
 _NAMES = (
     "Activation ActivityRegularization AdaptiveAveragePooling AdaptiveMaxPooling Add "
     "AdditiveAttention AlphaDropout Attention AutoContrast Average AveragePooling "
@@ -49,7 +50,7 @@ _NAMES = (
     "LSTM LSTMCell LayerNormalization LeakyReLU Masking MaxNumBoundingBoxes MaxPooling "
     "Maximum Minimum MultiHeadAttention Multiply Normalization PReLU Permute Pipeline "
     "RMSNormalization RNN RandomBrightness RandomColorDegeneration RandomColorJitter "
-    "RandomContrast RandomCrop RandomElasticTransform RandomErasing RandomFlip "
+    "RandomContrast RandomCrop RandomErasing RandomFlip "
     "RandomGaussianBlur RandomGrayscale RandomHue RandomInvert RandomPerspective "
     "RandomPosterization RandomRotation RandomSaturation RandomSharpness RandomShear "
     "RandomTranslation RandomZoom ReLU RepeatVector Rescaling Reshape Resizing "

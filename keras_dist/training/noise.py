@@ -7,7 +7,6 @@ draws as many as without that.
 """
 
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,9 +29,8 @@ _OTHERS = (
     "stateless_random_uniform_full_int_v2",
 )
 
-# Those whose arguments have a value for each row, of which a rank has its own alone:
-# each rank draws numbers that no other rank draws, and one process others.
-_BY_ARGUMENTS = ("stateless_random_gamma_v3", "stateless_random_binomial")
+# Places of the counter that TensorFlow's kernel of gamma numbers has for each of them.
+_GAMMA_PLACES = 256
 
 
 class StepNoise:
@@ -81,16 +79,7 @@ class StepNoise:
         """Context manager in which a step is traced, or runs eagerly."""
         own = self._seed
         assert own is not None  # `prepare` was called before the first step
-        draws: dict[str, Any] = dict.fromkeys(_COUNTED, _skip_rows)
-        draws |= dict.fromkeys(_OTHERS, _take_rows)
-        draws |= dict.fromkeys(_BY_ARGUMENTS, _draw_apart)
-        draws["stateless_multinomial"] = _choose_apart
-        with contextlib.ExitStack() as stack:
-            for name, draw in draws.items():
-                operations = private.random_operations(name)
-                stack.enter_context(mixin.replace_method(operations, name, draw))
-            change = functools.partial(_draw_from, self._generator)
-            stack.enter_context(change(lambda seed: (seed + own) % 2**31))
+        with draw_rows(self._generator, lambda seed: (seed + own) % 2**31):
             yield
 
     @contextlib.contextmanager
@@ -100,6 +89,27 @@ class StepNoise:
         draw = _draw_from(self._generator, lambda _: self._shared_seed)
         with step_context.enter(without_rows), draw:
             yield
+
+
+@contextlib.contextmanager
+def draw_rows(generator: Any, change: Callable[[int], int | None]) -> Iterator[None]:
+    """Context manager in which a step draws its rows of the numbers of all rows.
+
+    Args:
+        generator: The `SeedGenerator` for functions of `keras.random` without a seed.
+        change: Changes the seed of operations of `tf.random`.
+    """
+    draws: dict[str, Any] = dict.fromkeys(_COUNTED, _skip_rows)
+    draws |= dict.fromkeys(_OTHERS, _take_rows)
+    draws["stateless_random_gamma_v3"] = _draw_gamma
+    draws["stateless_random_binomial"] = _draw_binomial
+    draws["stateless_multinomial"] = _choose_apart
+    with contextlib.ExitStack() as stack:
+        for name, draw in draws.items():
+            operations = private.random_operations(name)
+            stack.enter_context(mixin.replace_method(operations, name, draw))
+        stack.enter_context(_draw_from(generator, change))
+        yield
 
 
 @contextlib.contextmanager
@@ -134,54 +144,72 @@ def _derive_seed(model: Any) -> int:
     return random.Random(repr((given, first, comm.rank()))).getrandbits(31)
 
 
-def _skip_rows(plain: Any, shape: Any, **given: Any) -> Any:
+def _skip_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     """Draw this rank's rows, from the counter's place where they begin."""
     found = _find_rows(shape)
-    if found is None or "counter" not in given:
-        return plain(shape, **given)
+    if found is None or "counter" not in arguments:
+        return plain(shape, **arguments)
     shape, begin, _, times = found
     # Philox makes 128 bits at each place of the counter.
-    group = 2 if tf.as_dtype(given.get("dtype", tf.float32)).size == 8 else 4
+    group = 2 if tf.as_dtype(arguments.get("dtype", tf.float32)).size == 8 else 4
     first = begin * times * tf.reduce_prod(shape[1:])
     steps = tf.cast(tf.stack([first // group, tf.zeros_like(first)]), tf.uint64)
     count = tf.reduce_prod(shape)
-    given["counter"] += steps
-    numbers = plain(tf.reshape(count + group - 1, [1]), **given)
+    arguments["counter"] += steps
+    numbers = plain(tf.reshape(count + group - 1, [1]), **arguments)
     return tf.reshape(tf.slice(numbers, [first % group], [count]), shape)
 
 
-def _take_rows(plain: Any, shape: Any, **given: Any) -> Any:
+def _take_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     """Draw the rows of all ranks, and take this rank's."""
     found = _find_rows(shape)
     if found is None:
-        return plain(shape, **given)
+        return plain(shape, **arguments)
     shape, begin, total, times = found
     rows = shape[:1]
     every = tf.where(times > 0, total * times, rows)
-    whole = plain(tf.concat([every, shape[1:]], 0), **given)
-    begin = tf.minimum(begin * times, every - rows)  # a copy may be behind the last row
-    return tf.reshape(tf.gather(whole, begin + tf.range(rows[0])), shape)
+    whole = plain(tf.concat([every, shape[1:]], 0), **arguments)
+    return tf.reshape(tf.gather(whole, begin * times + tf.range(rows[0])), shape)
 
 
-def _draw_apart(plain: Any, shape: Any, **given: Any) -> Any:
-    """Draw numbers of this rank alone for its rows."""
+def _draw_gamma(plain: Any, shape: Any, *, alpha: Any, **arguments: Any) -> Any:
+    """Draw this rank's rows: number i has its own places of the counter."""
     found = _find_rows(shape)
-    if found is not None:
-        is_own = tf.cast(found[3] > 0, tf.int64) * comm.rank()
-        name, dtype = "counter", tf.uint64
-        if name not in given:
-            name, dtype = "seed", tf.convert_to_tensor(given["seed"]).dtype
-        given[name] += tf.cast(tf.stack([tf.zeros_like(is_own), is_own]), dtype)
-    return plain(shape=shape, **given)
+    if found is None or alpha.shape.rank < found[0].shape[0]:  # `alpha` has no rows
+        return _take_rows(plain, shape, alpha=alpha, **arguments)
+    shape, begin, _, times = found
+    first = _GAMMA_PLACES * begin * times * tf.reduce_prod(shape[1:])
+    steps = tf.cast(tf.stack([first, tf.zeros_like(first)]), tf.uint64)
+    arguments["counter"] += steps
+    return plain(shape, alpha=alpha, **arguments)
 
 
-def _choose_apart(plain: Any, logits: Any, count: Any, seed: Any, **given: Any) -> Any:
+def _draw_binomial(plain: Any, shape: Any, **arguments: Any) -> Any:
+    """Draw this rank's rows; numbers of its own, if its rows have arguments."""
+    names = "counts", "probs"
+    rank = tf.convert_to_tensor(shape).shape[0]
+    if all(arguments[name].shape.rank < rank for name in names):
+        return _take_rows(plain, shape, **arguments)
+    arguments["seed"] = _separate(shape, arguments["seed"])
+    return plain(shape, **arguments)
+
+
+def _choose_apart(
+    plain: Any, logits: Any, count: Any, seed: Any, **arguments: Any
+) -> Any:
     """Choose by numbers of this rank alone for its rows."""
+    return plain(logits, count, _separate(tf.shape(logits), seed), **arguments)
 
-    def choose(shape: Any, seed: Any) -> Any:
-        return plain(logits, count, seed, **given)
 
-    return _draw_apart(choose, tf.shape(logits), seed=seed)
+def _separate(shape: Any, seed: Any) -> Any:
+    """Return the seed of this rank for a draw with rows; the given one for others."""
+    found, seed = _find_rows(shape), tf.convert_to_tensor(seed)
+    if found is None:
+        return seed
+    if trial := step_context.current().trial:
+        trial.has_own_draws = True
+    is_own = tf.cast(found[3] > 0, seed.dtype) * comm.rank()
+    return seed + tf.stack([tf.zeros_like(is_own), is_own])
 
 
 def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
@@ -210,4 +238,6 @@ def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
         shape[0] % length if shape.shape[0] > 1 else shape[0] - length, 0
     )
     times = tf.where(is_rows, shape[0] // length, 0)
-    return shape, tf.cast(begin, tf.int64), tf.cast(total, tf.int64), times
+    begin, total = tf.cast(begin, tf.int64), tf.cast(total, tf.int64)
+    # A copy may be behind the last row.
+    return shape, begin, tf.maximum(total, begin + length), times

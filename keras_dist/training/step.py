@@ -171,6 +171,12 @@ class DistributedStep(PredictsAlone):
         self._distributed_session.traced.requests.ask(request)
 
 
+def batch_logs(model: Any, logs: Any) -> Any:
+    """Return the logs of a batch over all ranks, after its step; a collective."""
+    plain = super(DistributedStep, model).get_metrics_result  # type: ignore[misc]
+    return _results(model, plain, logs, is_over=False)
+
+
 def count_rows(model: Any, data: Any) -> tuple[Any, BatchRows]:
     """Count the rows of this step; return the batch and its rows."""
     session = session_of(model)
@@ -376,11 +382,18 @@ def _check_batch_weights(model: Any, batch: Any, reason: str) -> None:
         )
 
 
-def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
+def _results(
+    model: Any,
+    own_result: Callable[[], Any],
+    logs: Any = None,
+    *,
+    is_over: bool = True,
+) -> Any:
     session = session_of(model)
     if not session.runs_on_all():
         return own_result()
-    seen, starts = session.update_counts(), session.traced.starts
+    seen = replace(session.update_counts(), is_over=is_over)
+    starts = session.traced.starts
     sums: Any = session.traced.trial.summed_logs if session.traced.trial else ()
     if session.evaluation is not None and session.evaluation.is_dealt:
         sums = None

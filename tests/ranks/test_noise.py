@@ -3,11 +3,13 @@
 The oracle is plain Keras on one process, with Keras's own layers.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, shortened
+from claims import assert_equals_one_process, models_in, shortened
 
 import keras_dist
 
@@ -43,8 +45,32 @@ LAYERS = {
     "RandomTranslation": (PICTURE, lambda: layers.RandomTranslation(0.2, 0.2)),
     "RandomCrop": (PICTURE, lambda: layers.RandomCrop(4, 4)),
     "RandomBrightness": (PICTURE, lambda: layers.RandomBrightness(0.3)),
+    "AugMix": (PICTURE, lambda: layers.AugMix((0, 1), data_format="channels_last")),
+    "RandAugment": (PICTURE, lambda: layers.RandAugment((0, 1))),
+    "RandomColorJitter": (
+        PICTURE,
+        lambda: layers.RandomColorJitter((0, 1), 0.3, 0.3, 0.3, 0.3),
+    ),
+    "RandomErasing": (PICTURE, lambda: layers.RandomErasing(value_range=(0, 1))),
+    "RandomRotation": (PICTURE, lambda: layers.RandomRotation(0.3)),
+    **{
+        name: (PICTURE, functools.partial(getattr(layers, name), **how))
+        for name, how in {
+            "RandomColorDegeneration": {"factor": 0.5},
+            "RandomGaussianBlur": {"factor": 0.9},
+            "RandomGrayscale": {"factor": 0.5},
+            "RandomHue": {"factor": 0.5, "value_range": (0, 1)},
+            "RandomInvert": {"factor": 0.5, "value_range": (0, 1)},
+            "RandomPerspective": {"factor": 0.5},
+            "RandomPosterization": {"factor": 4, "value_range": (0, 1)},
+            "RandomSaturation": {"factor": 0.5, "value_range": (0, 1)},
+            "RandomSharpness": {"factor": 0.5, "value_range": (0, 1)},
+        }.items()
+    },
+    "RandomShear": (PICTURE, lambda: layers.RandomShear(0.3, 0.3)),
     "RandomContrast": (PICTURE, lambda: layers.RandomContrast(0.3)),
 }
+IN_FLOAT32 = {"RandAugment", "RandomPerspective", "RandomRotation"}
 QUICK = {"Dropout", "SpatialDropout2D", "LSTM", "RandomFlip", "TimeDistributed"}
 
 
@@ -62,6 +88,10 @@ class Attends(keras.Model):
             x += 0.3 * keras.random.normal(ops.shape(x))
             x += 0.3 * keras.random.truncated_normal(ops.shape(x))
             x *= keras.random.uniform(())  # the same for all rows
+            x += 0.3 * keras.random.beta(ops.shape(x), 0.4, ops.exp(x))
+            for alpha in (2.0, ops.cast([0.5, 1, 2, 3], x.dtype), ops.exp(x)):
+                x += 0.1 * keras.random.gamma(ops.shape(x), alpha)
+            x += 0.1 * keras.random.binomial(ops.shape(x), 5.0, 0.3)
         return self.last(x)
 
 
@@ -101,7 +131,12 @@ def assert_equals(make, data, size=7, **arguments):
 def test_a_random_layer_equals_one_process(name):
     """Weights and losses of three epochs, with an uneven last batch."""
     shape, layer = LAYERS[name]
-    assert_equals(maker(lambda: stack(shape, layer)), data_for(shape))
+    if name in IN_FLOAT32:  # Keras computes no others
+        with models_in("float32"):
+            make = maker(lambda: stack(shape, layer))
+            assert_equals(make, data_for(shape), tolerance=1e-5)
+    else:
+        assert_equals(maker(lambda: stack(shape, layer)), data_for(shape))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +192,6 @@ class Chooses(keras.Model):
         if training:
             alpha = ops.ones((ops.shape(x)[0],))
             columns = [
-                keras.random.gamma(ops.shape(alpha), alpha),
                 keras.random.binomial(ops.shape(alpha), 1000.0 * alpha, 0.5 * alpha),
                 keras.random.categorical(ops.zeros((ops.shape(x)[0], 10**6)), 1)[:, 0],
             ]
@@ -167,7 +201,7 @@ class Chooses(keras.Model):
 
 
 def test_what_is_drawn_from_arguments_differs_on_each_rank(world, monkeypatch):
-    """`gamma`, `binomial` and `categorical`: another draw on each rank and row."""
+    """`binomial` and `categorical`: another draw on each rank and row."""
     monkeypatch.setenv("KERAS_DIST_TRIAL", "0")
     monkeypatch.setattr(Chooses, "seen", [])
     model = maker(Chooses, run_eagerly=True)()
@@ -176,6 +210,5 @@ def test_what_is_drawn_from_arguments_differs_on_each_rank(world, monkeypatch):
     x, y = np.resize(x, (count, *VECTOR)), np.resize(y, (count, 1))
     keras_dist.dist_fit(model, x, y, batch="global", batch_size=count, verbose=0)
     everyone = np.concatenate(keras_dist.gather(Chooses.seen[-1]))
-    for column in everyone.T[[0, 2]]:
-        assert len(set(column.tolist())) == count
-    assert len(set(everyone[:, 1].tolist())) > world.size
+    assert len(set(everyone[:, 0].tolist())) > world.size
+    assert len(set(everyone[:, 1].tolist())) == count
