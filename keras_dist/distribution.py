@@ -13,7 +13,7 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import comm, fit, mixin, private
-from keras_dist.callbacks.fit_callback import OPENS_FIT
+from keras_dist.callbacks.fit_hooks import OPENS_FIT
 from keras_dist.data import draws
 from keras_dist.data.division import StepsRule
 from keras_dist.data.source import is_alone

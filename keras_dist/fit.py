@@ -14,8 +14,8 @@ import keras
 
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
-from keras_dist.callbacks.callback_order import FitHooks, on_this_rank
-from keras_dist.callbacks.fit_callback import flatten_callbacks
+from keras_dist.callbacks.callback_order import on_this_rank
+from keras_dist.callbacks.fit_hooks import TestReports, flatten_callbacks
 from keras_dist.callbacks.user_callbacks import autolog_once, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
@@ -322,7 +322,7 @@ def evaluate(
     feed = _make_feed(model, "validation", pieces, arguments, options)
     local = arguments | feed.arguments | {"steps": feed.keras_steps}
     callbacks = flatten_callbacks(arguments["callbacks"])
-    local["callbacks"] = on_this_rank([FitHooks(), *callbacks])
+    local["callbacks"] = [TestReports(), *on_this_rank(callbacks)]
     if comm.rank() > 0:
         local["verbose"] = 0
     is_open = mixin.has(model, DistributedStep)
@@ -354,7 +354,7 @@ def predict(
     if comm.size() == 1 or options.shard == "none":
         _check_predict(model, gather)
         return predict_rows(x, steps)  # one rank may call it alone
-    with comm.wait_for_all_ranks():
+    with comm.raise_on_all():
         _check_predict(model, gather)
         # Batches stay whole, and `steps` counts steps of one process.
         options = replace(options, batch="global", validation_steps_scaling="none")
@@ -384,8 +384,8 @@ def predict(
     with raise_own_errors([feed]):
         if is_source and not x.is_replicated:
             return predict_rows(feed.data, steps)
-        if mixin.has(model, DistributedStep):
-            session_of(model).before_predict()
+        if mixin.has(model, DistributedStep) and (hooks := session_of(model).hooks):
+            hooks.predict_begin()
         return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 

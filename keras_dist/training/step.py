@@ -364,8 +364,7 @@ def _try_step(model: Any, batch: Any) -> None:
     runner = traced.runner or trial.Runner(model, own_train_step(model))
     found, before = trial.try_step(runner, batch), traced.trial
     if session.feed.plan.is_global:
-        with comm.wait_for_all_ranks():
-            _check_batch_weights(model, batch, found.reason)
+        _check_batch_weights(model, batch, found.reason)
     if before is not None:  # and its states were named
         found = replace(before.add(found), states=())
     if str(found) != str(before):  # both with the seconds of the first
