@@ -13,7 +13,7 @@ from typing import Any, Literal
 import keras
 
 from keras_dist import comm, fit, mixin, private
-from keras_dist.callbacks.fit_callback import OPENS_FIT
+from keras_dist.callbacks.fit_hooks import OPENS_FIT
 from keras_dist.data import draws
 from keras_dist.data.division import StepsRule
 from keras_dist.data.source import is_alone
@@ -107,13 +107,13 @@ def _end(options: Options) -> None:
 
 
 def _train(
-    model: Any, given: dict[str, Any], options: Options, plain: Callable[..., Any]
+    model: Any, arguments: dict[str, Any], options: Options, plain: Callable[..., Any]
 ) -> Any:
     folder = os.environ.get(RESUME)
     # A process that resumes makes fewer fits in callbacks, so they have no number.
     if folder and not draws.is_in_fit.get():
         options = replace(options, resume=Path(folder, f"fit_{next(_fits)}"))
-    return fit.fit(model, given, options, plain)
+    return fit.fit(model, arguments, options, plain)
 
 
 def _on_all(
@@ -123,11 +123,11 @@ def _on_all(
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         is_serial = name != "fit" and comm.size() == 1
-        if private.OF_FIT in kwargs or is_serial or fit.is_plain(model, name):
+        if private.CALLED_BY_FIT in kwargs or is_serial or fit.is_plain(model, name):
             return plain(model, *args, **kwargs)
-        given = _bind(plain, model, args, kwargs)
+        arguments = _bind(plain, model, args, kwargs)
         _meet(model, name)
-        return run(model, given, _options[-1], plain.__get__(model))
+        return run(model, arguments, _options[-1], plain.__get__(model))
 
     return call
 
@@ -138,8 +138,8 @@ def _bind(
     """Name the arguments as Keras does, which raises the usual errors."""
     bound = inspect.signature(method).bind(model, *args, **kwargs)
     bound.apply_defaults()
-    _, *given = bound.arguments.items()
-    arguments = dict(given)
+    _, *named = bound.arguments.items()
+    arguments = dict(named)
     if more := arguments.pop("kwargs", {}):
         raise TypeError(f"Received unknown arguments: {more}")
     return arguments

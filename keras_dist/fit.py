@@ -14,8 +14,8 @@ import keras
 
 from keras_dist import comm, mixin, private
 from keras_dist.allocator import keep_freed_memory
-from keras_dist.callbacks.callback_order import FitHooks, on_this_rank
-from keras_dist.callbacks.fit_callback import flatten_callbacks
+from keras_dist.callbacks.callback_order import on_this_rank
+from keras_dist.callbacks.fit_hooks import TestReports, flatten_callbacks
 from keras_dist.callbacks.user_callbacks import autolog_once, runs_here
 from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
@@ -142,15 +142,15 @@ def dist_fit(
     >>> sorted(history.history)
     ['loss', 'rows_per_second']
     """
-    given = dict(locals())
-    options = Options(**{each.name: given.pop(each.name) for each in fields(Options)})
-    return fit(given.pop("model"), given, options)
+    arguments = dict(locals())
+    options = {each.name: arguments.pop(each.name) for each in fields(Options)}
+    return fit(arguments.pop("model"), arguments, Options(**options))
 
 
 @comm.raise_on_all()
 def fit(
     model: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     options: Options,
     loop: Callable[..., Any] | None = None,
 ) -> keras.callbacks.History:
@@ -158,7 +158,7 @@ def fit(
 
     Args:
         model: The model.
-        given: Every argument of `Model.fit`.
+        arguments: Every argument of `Model.fit`.
         options: All other arguments of `dist_fit`.
         loop: Keras's own `fit` of the model. Default: the model's, which may prepare
             the data and then call Keras's own.
@@ -166,33 +166,35 @@ def fit(
     check_model(model)
     most_mib()
     options = options.resolve()
-    data = sources.make_sources(given, options.shard)
-    given = given | data
+    data = sources.make_sources(arguments, options.shard)
+    arguments = arguments | data
     with draws.enter_fit(comm.broadcast(draws.get_states())):
-        return _train_on_data(model, given, options, loop)
+        return _train_on_data(model, arguments, options, loop)
 
 
 def _train_on_data(
     model: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     options: Options,
     loop: Callable[..., Any] | None,
 ) -> keras.callbacks.History:
     """Train as `train`, on data that is a `Source` or arrays."""
-    data = {name: given[name] for name in sources.PIECES}
+    data = {name: arguments[name] for name in sources.PIECES}
     seeds_of_order = _find_order_seed(model), private.global_seed()
     seed, keras_seed = comm.broadcast(seeds_of_order)
     compared = {"training": data["x"], "validation": data["validation_data"]}
-    spec = sources.compare(compared, options, seed=seed, keras_seed=keras_seed)
+    context = sources.compare(compared, options, seed=seed, keras_seed=keras_seed)
     if loop is not None:  # the script is one for one process
         sources.warn_about_own_data(compared, options.shard)
-    with open_checkpoints(options, spec) as resumed:
-        setup = prepare(model, given, options, resumed.spec if resumed else spec)
+    with open_checkpoints(options, context) as resumed:
+        setup = prepare(
+            model, arguments, options, resumed.context if resumed else context
+        )
         comm.agree(setup.facts(), advice=_ADVICE)
         if options.shard != "none":
             agree_on_arrays(data)
         if comm.rank() == 0:
-            _show_plan(setup.plan, is_shown=given["verbose"] != 0)
+            _show_plan(setup.plan, is_shown=arguments["verbose"] != 0)
         with (
             open_fit(
                 model,
@@ -201,7 +203,7 @@ def _train_on_data(
                 rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
                 attaches=comm.size() > 1,
                 batch_norm=options.batch_norm,
-                is_verbose=given["verbose"] != 0,
+                is_verbose=arguments["verbose"] != 0,
             ) as session,
             raise_own_errors(session.feeds),
             _draw_own_numbers(setup, options),
@@ -305,54 +307,54 @@ def _takes_data(method: Callable[..., Any]) -> bool:
 @comm.raise_on_all()
 def evaluate(
     model: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     options: Options,
     loop: Callable[..., Any] | None = None,
 ) -> Any:
-    """Evaluate as `DistributedModel.evaluate`, of which `given` are the arguments."""
+    """Evaluate as `DistributedModel.evaluate`, with its `arguments`."""
     if comm.size() == 1:
-        return run_loop(model, "evaluate", given, loop)
+        return run_loop(model, "evaluate", arguments, loop)
     check_model(model)
     options = options.resolve()
     names = ("x", "y", "sample_weight")
-    pieces = {name: lists_to_arrays(given[name]) for name in names}
+    pieces = {name: lists_to_arrays(arguments[name]) for name in names}
     pieces["x"] = sources.make_source(pieces["x"], options.shard)
-    feed = _make_feed(model, "validation", pieces, given, options)
-    arguments = given | feed.arguments | {"steps": feed.keras_steps}
-    callbacks = flatten_callbacks(given["callbacks"])
-    arguments["callbacks"] = on_this_rank([FitHooks(), *callbacks])
+    feed = _make_feed(model, "validation", pieces, arguments, options)
+    local = arguments | feed.arguments | {"steps": feed.keras_steps}
+    callbacks = flatten_callbacks(arguments["callbacks"])
+    local["callbacks"] = [TestReports(), *on_this_rank(callbacks)]
     if comm.rank() > 0:
-        arguments["verbose"] = 0
+        local["verbose"] = 0
     is_open = mixin.has(model, DistributedStep)
     with (
         contextlib.nullcontext() if is_open else open_fit(model),
-        session_of(model).evaluate(feed, averages=True),
+        session_of(model).evaluate(feed, sums_metrics=True),
     ):
-        return run_loop(model, "evaluate", arguments, loop)
+        return run_loop(model, "evaluate", local, loop)
 
 
 def predict(
     model: Any,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     options: Options,
     loop: Callable[..., Any] | None = None,
     *,
     gather: bool | Literal["first"] = True,
 ) -> Any:
-    """Predict as `DistributedModel.predict`, of which `given` are arguments."""
-    x, steps = given["x"], given["steps"]
-    callbacks = list(filter(runs_here, flatten_callbacks(given["callbacks"])))
+    """Predict as `DistributedModel.predict`, with its `arguments`."""
+    x, steps = arguments["x"], arguments["steps"]
+    callbacks = list(filter(runs_here, flatten_callbacks(arguments["callbacks"])))
 
     def predict_rows(rows: Any, steps: int | None = None) -> Any:
-        arguments = given | {"x": rows, "steps": steps, "callbacks": callbacks}
+        local = arguments | {"x": rows, "steps": steps, "callbacks": callbacks}
         if comm.rank() > 0:
-            arguments["verbose"] = 0
-        return run_loop(model, "predict", arguments, loop)
+            local["verbose"] = 0
+        return run_loop(model, "predict", local, loop)
 
     if comm.size() == 1 or options.shard == "none":
         _check_predict(model, gather)
         return predict_rows(x, steps)  # one rank may call it alone
-    with comm.wait_for_all_ranks():
+    with comm.raise_on_all():
         _check_predict(model, gather)
         # Batches stay whole, and `steps` counts steps of one process.
         options = replace(options, batch="global", validation_steps_scaling="none")
@@ -378,12 +380,12 @@ def predict(
     if is_divided or not (leaves or is_source):
         return predict_rows(x.data if is_source else x, steps)
     pieces = {"x": x, "y": None, "sample_weight": None}
-    feed = _make_feed(model, "predicted", pieces, given, options)
+    feed = _make_feed(model, "predicted", pieces, arguments, options)
     with raise_own_errors([feed]):
         if is_source and not x.is_replicated:
             return predict_rows(feed.data, steps)
-        if mixin.has(model, DistributedStep):
-            session_of(model).before_predict()
+        if mixin.has(model, DistributedStep) and (hooks := session_of(model).hooks):
+            hooks.predict_begin()
         return predict_in_turns(feed, predict_rows, model, gather=gather)
 
 
@@ -406,18 +408,18 @@ def _make_feed(
     model: Any,
     name: str,
     pieces: dict[str, Any],
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     options: Options,
 ) -> Feed:
     """Make this rank's feed of data that all ranks evaluate, or predict."""
-    spec = sources.compare({name: pieces["x"]}, options)
-    spec = replace(spec, steps_per_execution=model.steps_per_execution)
+    context = sources.compare({name: pieces["x"]}, options)
+    context = replace(context, steps_per_execution=model.steps_per_execution)
     feed = validation_feed(
         tuple(pieces.values()),
-        batch_size=given["batch_size"],
-        steps=given["steps"],
+        batch_size=arguments["batch_size"],
+        steps=arguments["steps"],
         steps_rule=options.validation_steps_scaling,
-        spec=spec,
+        context=context,
     )
     comm.agree(feed.facts, advice=_ADVICE)
     if options.shard != "none":
@@ -537,9 +539,9 @@ class DistributedModel:
         >>> sorted(found)
         ['loss', 'mae']
         """
-        given = dict(locals())
-        del given["self"]
-        return evaluate(self.model, given, Options(**self.options))
+        arguments = dict(locals())
+        del arguments["self"]
+        return evaluate(self.model, arguments, Options(**self.options))
 
     def predict(
         self,
@@ -583,9 +585,9 @@ class DistributedModel:
         >>> DistributedModel(model).predict(np.ones((8, 2)), verbose=0).shape
         (8, 1)
         """
-        given = dict(locals())
-        del given["self"], given["gather"]
-        return predict(self.model, given, Options(**self.options), gather=gather)
+        arguments = dict(locals())
+        del arguments["self"], arguments["gather"]
+        return predict(self.model, arguments, Options(**self.options), gather=gather)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

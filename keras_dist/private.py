@@ -35,7 +35,7 @@ OVERRIDDEN = {
 }
 
 # An argument of `Model.evaluate`: whether `fit` calls it, for its validation.
-OF_FIT = "_use_cached_eval_dataset"
+CALLED_BY_FIT = "_use_cached_eval_dataset"
 
 # `Metric`: the list of those metrics that are attributes of this one.
 METRICS = "_metrics"

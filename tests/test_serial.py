@@ -1,6 +1,7 @@
 """Without a launcher: plain Keras, the same numbers, no Horovod needed."""
 
 import copy
+import gc
 import io
 import json
 import pickle
@@ -235,6 +236,17 @@ def test_the_fit_takes_no_random_numbers_and_no_special_terminal(rows, monkeypat
     keras_dist.dist_fit(make_model(), *rows, verbose=2)
     ascii_only.seek(0)
     assert "keras_dist" in ascii_only.read()
+
+
+def test_model_fit_is_kerass_own_when_no_callback_of_ours_is_left():
+    """It opens a fit on all ranks only while one may stand in its list."""
+    gc.collect()
+    plain = keras.Model.fit
+    callback = keras_dist.Throughput()
+    assert keras.Model.fit is not plain
+    del callback
+    gc.collect()
+    assert keras.Model.fit is plain
 
 
 def test_on_one_process_shard_changes_nothing():

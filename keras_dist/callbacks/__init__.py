@@ -13,10 +13,9 @@ Public callbacks:
 
 How they run:
 
-- `callback_order`: the order of the list, and the callbacks of this rank
-- `fit_callback`: `model.fit` with one of these callbacks is a fit on all ranks; and
-  what `dist_fit` does first: `TensorBoard` gets the scaled rate, sharded data the
-  number of the epoch, the reports of the watchdog epoch and step
+- `fit_hooks`: `FitHooks`, the steps around the loop, in order; the callbacks above
+  switch them on, and `model.fit` with one of them is a fit on all ranks
+- `callback_order`: the list of `dist_fit`, and the callbacks of this rank
 - `user_callbacks`: calls the user's callbacks, some on the first rank only; an error on
   one rank ends all ranks
 """

@@ -1,12 +1,13 @@
 """Synchronize the state that no gradient changes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.callbacks.fit_callback import FitCallback
+from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks, Logs
 from keras_dist.optimizer.accumulation import move_to_first_rank, pending_sums
 from keras_dist.training.metrics import combine, rule_of
 from keras_dist.training.same_values import read_checksums
@@ -14,10 +15,10 @@ from keras_dist.training.session import session_of
 
 
 class AverageStatistics(FitCallback):
-    """Synchronizes statistics that each rank computed from its own rows.
+    """Switches on that the statistics of each rank's rows become those of all rows.
 
-    This happens before each evaluation and prediction, and at the end of each epoch, so
-    that all ranks evaluate the same model, and the first rank saves it. The
+    They are synchronized before each evaluation and prediction, and at the end of each
+    epoch, so that all ranks evaluate the same model, and the first rank saves it. The
     `aggregation` of each non-trainable weight, an attribute set by the author of its
     layer, decides how:
 
@@ -32,7 +33,8 @@ class AverageStatistics(FitCallback):
     Gradients that are accumulated for a later update are summed on the first rank; at
     the end of the training, all ranks receive the sum.
 
-    Position in the list: before callbacks that save or evaluate.
+    Position in the list: the first of keras_dist before callbacks that save or
+    evaluate.
 
     Example:
 
@@ -44,54 +46,44 @@ class AverageStatistics(FitCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._has_changed = False
+        self.has_changed = False
         self._before: list[Any] = []
         self._loaded: list[Any] = []
 
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        session = session_of(model)
-        session.call_at_start(self._remember)
-        session.before_predict = self._before_predict
+    def switch_on(self, hooks: FitHooks) -> None:
+        hooks.use(statistics=self)
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        self._has_changed = True
+    def read(self) -> Any:
+        """Return checksums of what may have to be averaged, for `end_epoch`."""
+        if comm.size() == 1 or not self.has_changed:
+            return None
+        return read_checksums(variables_by_rule(self.model)["mean"])
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._synchronize()
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._has_changed = True  # a layer may change its state in evaluations, too
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._synchronize()
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if session_of(self.model).has_started:  # on all ranks; else on none
-            comm.broadcast_variables(pending_sums(self.model), 0)
-        super().on_train_end(logs)
-
-    def _before_predict(self) -> None:
-        if session_of(self.model).has_started:
-            self._synchronize()
-            self._has_changed = True  # a layer may count what it predicts
-
-    def _synchronize(self) -> None:
-        if comm.size() == 1 or not self._has_changed:
+    def end_epoch(self, by_rank: Sequence[Any], logs: Logs) -> None:
+        """Synchronize, after what `read` has returned on each rank."""
+        if comm.size() == 1 or not self.has_changed:
             return
-        self._has_changed = False
+        self.has_changed = False
         move_to_first_rank(pending_sums(self.model))
         by_rule = variables_by_rule(self.model)
-        if by_rule["mean"]:
-            _average(by_rule["mean"], session_of(self.model).rows_trained)
+        _average(by_rule["mean"], by_rank, session_of(self.model).rows_trained)
         if by_rule["sum"]:
             _add_up(by_rule["sum"], self._before)
         comm.broadcast_variables(by_rule["first"], 0)
-        self._remember()
+        self.remember()
 
-    def _remember(self) -> None:
+    def synchronize(self) -> None:
+        """Synchronize now, on all ranks."""
+        if comm.size() > 1 and self.has_changed:
+            self.end_epoch(comm.gather(self.read()), {})
+
+    def end(self) -> None:
+        """Let all ranks hold the sums of gradients that wait for an update."""
+        if session_of(self.model).has_started:  # on all ranks; else on none
+            comm.broadcast_variables(pending_sums(self.model), 0)
+
+    def remember(self) -> None:
+        """Note what is added up from now on."""
         added_up = variables_by_rule(self.model)["sum"]
         self._before = self._loaded or list(map(comm.to_array, added_up))
         self._loaded = []
@@ -99,11 +91,11 @@ class AverageStatistics(FitCallback):
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
         known = {"before": self._before, "size": comm.size()}
-        return {"has_changed": self._has_changed, **known}
+        return {"has_changed": self.has_changed, **known}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint; called before the first step."""
-        self._has_changed = state["has_changed"]
+        self.has_changed = state["has_changed"]
         # On another number of ranks, all begin with what was added up until then.
         size = state.get("size", comm.size())  # which older checkpoints do not have
         self._loaded = state["before"] if size == comm.size() else []
@@ -119,10 +111,9 @@ def variables_by_rule(model: Any) -> dict[str, list[Any]]:
     return found
 
 
-def _average(variables: list[Any], rows: Any) -> None:
+def _average(variables: list[Any], checksums: Sequence[Any], rows: Any) -> None:
     """Average variables over the ranks; those that are equal on all are not changed."""
-    checksums = zip(*comm.gather(read_checksums(variables)), strict=True)
-    pairs = zip(variables, checksums, strict=True)
+    pairs = zip(variables, zip(*checksums, strict=True), strict=True)
     differing = [variable for variable, by_rank in pairs if len(set(by_rank)) > 1]
     if not differing:
         return

@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
-from keras_dist import comm, private
-from keras_dist.callbacks.fit_callback import FitCallback
+from keras_dist import comm
+from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks
 from keras_dist.optimizer.accumulation import own_sums
 from keras_dist.optimizer.attach import is_distributed, move_to_outermost
 from keras_dist.optimizer.nested import build_optimizer, optimizers_of, state_of
@@ -14,15 +14,15 @@ from keras_dist.training.session import session_of
 
 
 class BroadcastVariables(FitCallback):
-    """Broadcasts the first rank's weights and optimizer state before the first step.
+    """Switches on that all ranks start from the first rank's weights and optimizer.
 
     The model and its optimizer are built first: otherwise the optimizer would have no
     state to copy, and the first step would start from different weights. States of
     random generators are copied, too: each rank draws its rows of what one process
     draws.
 
-    Position in the list: last, so that state restored by another callback on the first
-    rank is broadcast, too.
+    Position in the list: the last of keras_dist behind callbacks that restore state on
+    the first rank, so that this is broadcast, too.
 
     Raises:
         ValueError: On all ranks, before anything is broadcast, if the ranks' variables
@@ -39,29 +39,20 @@ class BroadcastVariables(FitCallback):
     ```
     """
 
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        if getattr(model, "optimizer", None) is not None:
-            move_to_outermost(model.optimizer)
-        # First, so that the other hooks see the state that all ranks start from.
-        session_of(model).call_at_start(self.broadcast, is_first=True)
+    def switch_on(self, hooks: FitHooks) -> None:
+        hooks.use(broadcast=self)
+        if getattr(hooks.model, "optimizer", None) is not None:
+            move_to_outermost(hooks.model.optimizer)
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # If the first rank has restored a backup, all ranks start at its epoch.
-        epoch = comm.broadcast(getattr(self.model, private.INITIAL_EPOCH, None))
-        if epoch is not None:
-            setattr(self.model, private.INITIAL_EPOCH, epoch)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def end(self) -> None:
+        """Copy what the first rank restored, if no epoch was left to train."""
         has_started = comm.size() == 1 or session_of(self.model).has_started
         if not has_started and any(comm.gather(self.model.built)):
-            # What the first rank restored, if no epoch was left to train.
-            with comm.wait_for_all_ranks():
+            with comm.raise_on_all():
                 build_optimizers(self.model)
             self._copy()
-        super().on_train_end(logs)
 
-    def broadcast(self) -> None:
+    def copy_to_all(self) -> None:
         """Broadcast now: called when the model is built, before the first step."""
         self._copy()
         if comm.rank() != 0:

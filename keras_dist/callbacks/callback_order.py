@@ -8,24 +8,13 @@ import keras
 from keras_dist import comm
 from keras_dist.callbacks.average_statistics import AverageStatistics
 from keras_dist.callbacks.broadcast_variables import BroadcastVariables
-from keras_dist.callbacks.fit_callback import FitHooks, flatten_callbacks
+from keras_dist.callbacks.fit_hooks import FitCallback, FitEdge, flatten_callbacks
 from keras_dist.callbacks.metric_average import MetricAverage
 from keras_dist.callbacks.replica_check import ReplicaCheck
 from keras_dist.callbacks.stop_at_accuracy import StopAtAccuracy
 from keras_dist.callbacks.stop_together import StopTogether
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.user_callbacks import UserCallbacks, is_tracker, runs_here
-
-# Callbacks of ours that change logs or state come before the user's, which read them;
-# those that react to what other callbacks did come after.
-_FIRST = (
-    FitHooks,
-    AverageStatistics,
-    MetricAverage,
-    Throughput,
-    ReplicaCheck,  # after `Throughput`, which must not count its time
-)
-_LAST = (StopAtAccuracy, StopTogether, BroadcastVariables)
 
 # Keras searches the list for these, so `UserCallbacks` must not contain them.
 _KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
@@ -41,17 +30,17 @@ _ADDED = (
 )
 
 
-def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[Any]:
-    """Add the callbacks that a fit needs to the user's, and put all of them in order.
+def order_callbacks(callbacks: Any, target_accuracy: float | None = None) -> list[Any]:
+    """Add the callbacks that a fit needs to the user's, and put its edges around them.
 
     Args:
-        given: What the user passed to `fit` as `callbacks`.
+        callbacks: What the user passed to `fit` as `callbacks`.
         target_accuracy: If not `None`, a `StopAtAccuracy` with this target is added.
 
     Returns:
         The callbacks of all ranks; of those that are added, one of each class.
     """
-    every = flatten_callbacks(given)
+    every = flatten_callbacks(callbacks)
     for cls in _ADDED[: 1 if comm.size() == 1 else None]:
         if not any(isinstance(callback, cls) for callback in every):
             every.append(ReplicaCheck(None) if cls is ReplicaCheck else cls())
@@ -60,12 +49,7 @@ def order_callbacks(given: Any, target_accuracy: float | None = None) -> list[An
     is_read = any(
         isinstance(c, keras.callbacks.TensorBoard) or is_tracker(c) for c in every
     )
-    every.append(FitHooks(is_read))
-    return [
-        *(c for cls in _FIRST for c in every if isinstance(c, cls)),
-        *(c for c in every if not isinstance(c, _FIRST + _LAST)),
-        *(c for cls in _LAST for c in every if isinstance(c, cls)),
-    ]
+    return [FitEdge(is_read), *every, FitEdge()]
 
 
 def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
@@ -79,11 +63,11 @@ def on_this_rank(callbacks: Sequence[Any]) -> list[Any]:
     """
     if comm.size() == 1:
         return list(callbacks)
-    running = list(filter(runs_here, callbacks))
-    not_the_users = _FIRST + _LAST + _KERAS_OWN
+    ours = [c for c in callbacks if isinstance(c, FitCallback)]
+    not_the_users = (FitCallback, *_KERAS_OWN)
     return [
-        *(c for c in running if isinstance(c, _FIRST)),
+        *ours[:-1],
         UserCallbacks([c for c in callbacks if not isinstance(c, not_the_users)]),
-        *(c for c in running if isinstance(c, _KERAS_OWN)),
-        *(c for c in running if isinstance(c, _LAST)),
+        *(c for c in callbacks if isinstance(c, _KERAS_OWN) and runs_here(c)),
+        *ours[-1:],
     ]

@@ -1,15 +1,13 @@
 """Scale the learning rate, with a warm-up."""
 
-from typing import Any
-
 from keras_dist import comm
-from keras_dist.callbacks.fit_callback import FitCallback
+from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks
 from keras_dist.optimizer.rate import LearningRateRule, count_warmup_steps, rate_factor
 from keras_dist.training.session import session_of
 
 
 class LearningRateWarmup(FitCallback):
-    """Multiplies the learning rate of updates by a factor that rises from 1.
+    """Switches on that updates have the learning rate times a factor that rises from 1.
 
     The factor rises batch by batch to its full value over `warmup_epochs`, and stays
     there (Goyal et al., 2017, https://arxiv.org/abs/1706.02677). It depends on
@@ -43,12 +41,16 @@ class LearningRateWarmup(FitCallback):
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        count_warmup_steps(warmup_epochs, 0)  # raise now, not in `on_train_begin`
+        count_warmup_steps(warmup_epochs, 0)  # raise now, not when a fit begins
         self.warmup_epochs = warmup_epochs
         self.lr_scaling = lr_scaling
         self.steps_per_epoch = steps_per_epoch
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def switch_on(self, hooks: FitHooks) -> None:
+        hooks.use(warmup=self)
+
+    def set_rates(self) -> None:
+        """Set the factor: a training begins."""
         steps = self.steps_per_epoch or self.params.get("steps")
         warmup_steps = count_warmup_steps(self.warmup_epochs, steps)
         full = rate_factor(self.lr_scaling, size=comm.size())

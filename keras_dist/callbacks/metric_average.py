@@ -1,13 +1,11 @@
 """Compute metrics over the rows of all ranks."""
 
-import keras
-
-from keras_dist.callbacks.fit_callback import FitCallback
+from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks
 from keras_dist.training.session import session_of
 
 
 class MetricAverage(FitCallback):
-    """Synchronizes metric state, so that metrics cover the rows of all ranks exactly.
+    """Switches on that metrics are exactly those of the rows of all ranks.
 
     The state of each metric is summed over the ranks before its result is computed, in
     training and validation. So the result equals the result of one process on all rows,
@@ -25,8 +23,6 @@ class MetricAverage(FitCallback):
     An evaluation inside one of your own callbacks is not synchronized: it returns the
     metrics of the rank that runs it.
 
-    Position in the list: before callbacks that read `logs`.
-
     Raises:
         ValueError: On all ranks, if their metrics, the shapes of their states, or the
             names in their logs differ.
@@ -39,6 +35,5 @@ class MetricAverage(FitCallback):
     ```
     """
 
-    def set_model(self, model: keras.Model) -> None:
-        super().set_model(model)
-        session_of(model).averages = True
+    def switch_on(self, hooks: FitHooks) -> None:
+        session_of(hooks.model).sums_metrics = True

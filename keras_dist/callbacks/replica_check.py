@@ -1,12 +1,13 @@
 """Check that all ranks hold the same model."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import keras
 import numpy as np
 
-from keras_dist import comm
+from keras_dist import comm, mixin
+from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks, Logs
 from keras_dist.data.division import check_choice, check_count
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.lines import warn
@@ -21,8 +22,8 @@ Action = Literal["raise", "resync"]
 _SHOWN = 5
 
 
-class ReplicaCheck(keras.callbacks.Callback):
-    """Compares the weights and the optimizer's state of all ranks, bit by bit.
+class ReplicaCheck(FitCallback):
+    """Switches on that all ranks' weights and optimizer state are compared, bit by bit.
 
     Every rank applies every update to its own copy of the model, from the same averaged
     gradients. If a callback changes a weight on one rank, or a machine computes a wrong
@@ -39,7 +40,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     `dist_fit` adds `ReplicaCheck(every=None)` if the list has none. On one rank, the
     callback does nothing.
 
-    Position in the list: after `AverageStatistics`, before callbacks that save.
+    Position in the list: the first of keras_dist before callbacks that save.
 
     Args:
         every: Steps between two checks, the same on all ranks. `None`: check only at
@@ -68,15 +69,21 @@ class ReplicaCheck(keras.callbacks.Callback):
         self._steps = 0
         self._epoch = 0
         self._last_batch = -1
+        self._by_rank: Sequence[Any] | None = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def switch_on(self, hooks: FitHooks) -> None:
+        hooks.checks.append(self)
+
+    def begin(self) -> None:
+        """Begin a training: all ranks check alike."""
         self._steps = 0
         comm.agree(
             {"ReplicaCheck": f"every={self.every}, action={self.action!r}"},
             advice="Pass the same ReplicaCheck on every rank.",
         )
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
         self._epoch, self._last_batch = epoch, -1
 
     def on_train_batch_end(
@@ -90,8 +97,14 @@ class ReplicaCheck(keras.callbacks.Callback):
         if self.every and self._steps // self.every > before // self.every:
             self.check()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.check()
+    def read(self) -> Any:
+        """Return the checksums of this rank."""
+        return read_checksums(_variables(self.model)) if comm.size() > 1 else ()
+
+    def end_epoch(self, by_rank: Sequence[Any], logs: Logs) -> None:
+        """Check what `read` has returned on each rank."""
+        with mixin.change(self, _by_rank=by_rank):
+            self.check()
 
     def check(self) -> None:
         """Compare now; must be called on every rank.
@@ -102,7 +115,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         if comm.size() == 1:
             return
         variables = _variables(self.model)
-        by_rank = comm.gather(read_checksums(variables))
+        by_rank = self._by_rank or comm.gather(self.read())
         # The lowest rank of the largest group of equal ranks.
         root = by_rank.index(Counter(by_rank).most_common(1)[0][0])
         is_other = np.array(by_rank).T != np.array([by_rank[root]]).T

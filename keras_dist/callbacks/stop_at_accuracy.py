@@ -1,16 +1,15 @@
 """Stop at an accuracy."""
 
-from typing import Any
-
-import keras
+from collections.abc import Sequence
 
 from keras_dist import comm
+from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks, Logs
 from keras_dist.data.division import check_count
 from keras_dist.lines import say, warn
 
 
-class StopAtAccuracy(keras.callbacks.Callback):
-    """Stops all ranks after the same epoch when a metric has reached its target.
+class StopAtAccuracy(FitCallback):
+    """Switches on that all ranks stop after the epoch in which a metric is good enough.
 
     Args:
         target: The value of the metric to reach, for example 0.95.
@@ -39,29 +38,32 @@ class StopAtAccuracy(keras.callbacks.Callback):
         self.patience = check_count("patience", patience)
         self.monitor = monitor
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def switch_on(self, hooks: FitHooks) -> None:
+        hooks.targets.append(self)
+
+    def begin(self) -> None:
+        """Begin a training."""
         self._reached = 0
         self._was_seen = False
         self._line = ""
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._has_evaluated = False
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self.has_evaluated = False
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._has_evaluated = True
+    def read(self, logs: Logs) -> float | None:
+        """Return the value of this rank; `None` if it has none."""
+        return float(logs[self.monitor]) if self.monitor in logs else None
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        logs = logs or {}
-        is_due = self._has_evaluated or not self.monitor.startswith("val_")
-        # All ranks decide on the same value, and all raise if one rank has none.
-        values: list[Any] = comm.gather(
-            float(logs[self.monitor]) if self.monitor in logs else None
-        )
-        if None in values:
+    def end_epoch(self, epoch: int, found: Sequence[float | None], logs: Logs) -> None:
+        """Decide on what `read` has returned on each rank, on all ranks alike."""
+        is_due = self.has_evaluated or not self.monitor.startswith("val_")
+        values = [value for value in found if value is not None]
+        if len(values) < len(found):
             if is_due:
                 raise ValueError(
                     f"The metric {self.monitor!r} that StopAtAccuracy monitors is not "
-                    f"in the logs of rank {values.index(None)}. Received: logs with "
+                    f"in the logs of rank {found.index(None)}. Received: logs with "
                     f"{sorted(logs)}. Pass one of these as `monitor`, add the metric "
                     "to `compile`, or pass `validation_data`."
                 )
@@ -76,7 +78,8 @@ class StopAtAccuracy(keras.callbacks.Callback):
                 f"reached {self.target}"
             )
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def end(self, logs: Logs | None) -> None:
+        """Say why the training was stopped, or that it could not be."""
         if not self._was_seen and logs and comm.rank() == 0:
             warn(
                 f"StopAtAccuracy has not seen {self.monitor!r}, because no evaluation "

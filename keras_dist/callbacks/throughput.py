@@ -1,21 +1,20 @@
 """Rows per second of all ranks."""
 
 import time
-from typing import Any
+from collections.abc import Sequence
 
-from keras_dist import comm
-from keras_dist.callbacks.fit_callback import FitCallback
+from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks, Logs
 from keras_dist.training.session import session_of
 
 
 class Throughput(FitCallback):
-    """Puts rows per second over all ranks into the logs of each epoch.
+    """Switches on that the logs of each epoch have the rows per second of all ranks.
 
     `logs["rows_per_second"]` is the number of rows that all ranks trained on, divided
     by the training time of the slowest rank, without validation. Keras prints it with
     the other logs.
 
-    Position in the list: before callbacks that read `logs`.
+    Position in the list: the first of keras_dist before callbacks that read `logs`.
 
     Raises:
         RuntimeError: At the end of an epoch, if another rank has ended.
@@ -34,21 +33,21 @@ class Throughput(FitCallback):
         self._begin = 0.0
         self._measured: tuple[int, float] | None = None
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def switch_on(self, hooks: FitHooks) -> None:
+        hooks.use(throughput=self)
+
+    def begin_epoch(self) -> None:
+        """Begin to measure."""
         session_of(self.model).reset_rows_trained()
         self._measured = None
         self._begin = time.perf_counter()
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._measure()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        by_rank = comm.gather(self._measure())
+    def end_epoch(self, by_rank: Sequence[tuple[int, float]], logs: Logs) -> None:
+        """Log the speed, from what `read` has returned on each rank."""
         rows = sum(rows for rows, _ in by_rank)
-        if logs is not None:
-            logs["rows_per_second"] = rows / max(seconds for _, seconds in by_rank)
+        logs["rows_per_second"] = rows / max(seconds for _, seconds in by_rank)
 
-    def _measure(self) -> tuple[int, float]:
+    def read(self) -> tuple[int, float]:
         """Return rows and seconds of this rank's training in this epoch."""
         if self._measured is None:
             # Reading the number of rows waits for the last step to end.

@@ -1,7 +1,9 @@
 """The user's callbacks: which run on the first rank only, and their errors on all."""
 
 import contextlib
+import dis
 import functools
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -14,6 +16,7 @@ from keras_dist.data.draws import preserve_generators
 from keras_dist.data.source import run_alone
 from keras_dist.lines import warn
 from keras_dist.training.session import session_of
+from keras_dist.training.step import batch_logs
 
 Marked = TypeVar("Marked")
 
@@ -137,6 +140,9 @@ class UserCallbacks(keras.callbacks.Callback):
     write. After each phase the ranks wait for one another: files that the first rank
     has written exist before the other ranks read them.
 
+    At the end of a batch, the logs of one process are exchanged if a callback of all
+    ranks reads them.
+
     Args:
         given: The callbacks, as the user passed them on this rank.
     """
@@ -144,6 +150,7 @@ class UserCallbacks(keras.callbacks.Callback):
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
         self.given = list(given)
+        self._shared_logs: set[str] = set()  # hooks whose logs are of all ranks
         # Numbered from the last phase, so that the numbers fit on all ranks if only the
         # first rank was given a callback that writes.
         phases = reversed(_phases(self.given))
@@ -153,9 +160,11 @@ class UserCallbacks(keras.callbacks.Callback):
         for hook in _ON_ALL_RANKS:
             setattr(self, hook, functools.partial(self._call_on_all, hook))
         for hook in _BATCHES:
-            called = [c for c in self._members if _has(c, hook)]
+            called = [c for c in self._members if _find_override(c, hook) is not None]
             if called:  # with a hook, Keras waits for each batch
-                setattr(self, hook, functools.partial(self._call, called, hook))
+                setattr(
+                    self, hook, functools.partial(self._call_in_batch, called, hook)
+                )
 
     def set_params(self, params: dict[str, Any] | None) -> None:
         super().set_params(params)
@@ -170,9 +179,27 @@ class UserCallbacks(keras.callbacks.Callback):
         # phase that any rank has.
         count = len(self._phases) if self._members else 0
         paths = [callback.filepath for callback in _checkpoints(self.given)]
-        counts, paths_by_rank = zip(*comm.gather((count, paths)), strict=True)
+        hooks = {h for h in _BATCHES for c in self._members if _reads_logs(c, h)}
+        counts, paths_by_rank, hooks_by_rank = zip(
+            *comm.gather((count, paths, hooks)), strict=True
+        )
         _use_first_paths(self.given, paths_by_rank)
         self._num_phases = max(counts)
+        self._shared_logs = set.intersection(*hooks_by_rank)
+        if comm.rank() == 0 and any(h != self._shared_logs for h in hooks_by_rank):
+            warn(
+                "Callbacks read the logs of batches on some ranks only, so these logs "
+                f"are of one rank's rows. Received: {list(map(sorted, hooks_by_rank))}."
+                " Pass such callbacks on all ranks; one that prints or writes may "
+                "return early on the others."
+            )
+
+    def _call_in_batch(
+        self, callbacks: Sequence[Any], hook: str, batch: int, logs: Any = None
+    ) -> None:
+        if hook in self._shared_logs:
+            logs = batch_logs(self.model, logs)
+        self._call(callbacks, hook, batch, logs=logs)
 
     def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
         for index in reversed(range(self._num_phases)):
@@ -213,7 +240,7 @@ class UserCallbacks(keras.callbacks.Callback):
             return
         with (
             run_alone(),
-            mixin.change(session_of(self.model), averages=False),  # no collectives
+            mixin.change(session_of(self.model), sums_metrics=False),  # no collectives
             comm.without_collectives(),
             # The next random numbers have to be the same on all ranks.
             preserve_generators(),
@@ -276,6 +303,29 @@ def _silent_on_other_ranks() -> Iterator[None]:
             keras.config.enable_interactive_logging()
 
 
+def reads_batch_logs(callback: Any) -> bool:
+    """Return True if a callback of all ranks reads the logs at the end of batches."""
+    return any(_reads_logs(callback, hook) for hook in _BATCHES)
+
+
+def _reads_logs(callback: Any, hook: str) -> bool:
+    """Return True if a hook of the user's, on all ranks, may read its logs.
+
+    Keras passes them as `logs`: a function that never loads that name does not.
+    """
+    if not hook.endswith("_end") or not _may_read(callback):
+        return False
+    override = _find_override(callback, hook)
+    code = getattr(override, "__code__", None)
+    if code is None:  # no override, or one that is no function
+        return override is not None
+    loads = [i.argval for i in dis.get_instructions(code) if "LOAD" in i.opname]
+    has_more = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return has_more or any(
+        "logs" in (names if isinstance(names, tuple) else [names]) for names in loads
+    )
+
+
 def _phases(given: Sequence[Any]) -> list[list[Any]]:
     """Divide callbacks into phases: one that may read comes after a writer's."""
     phases: list[list[Any]] = [[]]
@@ -293,12 +343,12 @@ def _may_read(callback: Any) -> bool:
     return is_users and not runs_on_first_rank_only(callback)
 
 
-def _has(callback: Any, hook: str) -> bool:
-    """Return True if a callback overrides a hook, or its older name `on_batch_…`."""
+def _find_override(callback: Any, hook: str) -> Any:
+    """Find what overrides a hook, or its older name `on_batch_…`; `None` if nothing."""
     names = [hook, hook.replace("on_train_batch", "on_batch")]
     for name in dict.fromkeys(names):
         found = getattr(callback, name, None)
         own = getattr(found, "__func__", found)
         if own is not getattr(keras.callbacks.Callback, name):
-            return True
-    return False
+            return own
+    return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from keras_dist import comm
 from keras_dist.checkpoint.files import Folder
-from keras_dist.data.division import DataPosition, ShardSpec
+from keras_dist.data.division import DataPosition, ReadContext
 from keras_dist.lines import warn
 from keras_dist.setup.arguments import Options
 from keras_dist.version import __version__
@@ -73,23 +73,23 @@ class Resume:
     Args:
         folder: The folder of the checkpoints, which the first rank reads and writes.
         options: Options of the fit.
-        spec: How data is divided, with the seeds and the position to resume from.
+        context: How data is divided, with the seeds and the position to resume from.
         saved: The checkpoint to resume from; `None` for a new training.
     """
 
     folder: Folder
     options: Options
-    spec: ShardSpec
+    context: ReadContext
     saved: Saved | None
 
 
 @contextlib.contextmanager
-def open_checkpoints(options: Options, spec: ShardSpec) -> Iterator[Resume | None]:
+def open_checkpoints(options: Options, context: ReadContext) -> Iterator[Resume | None]:
     """Context manager that reads the newest checkpoint, and locks the folder.
 
     Args:
         options: Options of the fit.
-        spec: How data is divided among the ranks in a new training.
+        context: How data is divided among the ranks in a new training.
 
     Yields:
         `None` if the option `resume` is not given.
@@ -101,8 +101,8 @@ def open_checkpoints(options: Options, spec: ShardSpec) -> Iterator[Resume | Non
             training does so, or if a rank does not see what the first one writes.
     """
     names = ("resume", "save_steps", "save_seconds")
-    given = {f"`{name}`": getattr(options, name) for name in names}
-    comm.agree({name: str(value) for name, value in given.items()}, advice=_ADVICE)
+    facts = {f"`{name}`": getattr(options, name) for name in names}
+    comm.agree({name: str(value) for name, value in facts.items()}, advice=_ADVICE)
     if options.resume is None:
         yield None
         return
@@ -119,10 +119,10 @@ def open_checkpoints(options: Options, spec: ShardSpec) -> Iterator[Resume | Non
             if is_first:
                 stack.enter_context(folder.lock())
         _check_shared(path)
-        yield _read(options, folder, spec)
+        yield _read(options, folder, context)
 
 
-def _read(options: Options, folder: Folder, spec: ShardSpec) -> Resume:
+def _read(options: Options, folder: Folder, context: ReadContext) -> Resume:
     tree: Any = None
     damaged: list[str] = []
     with on_first_rank(folder.path) as is_first:
@@ -133,16 +133,16 @@ def _read(options: Options, folder: Folder, spec: ShardSpec) -> Resume:
     # Without the weights, which are broadcast when the model is built.
     small = comm.broadcast(None if tree is None else {**tree, "arrays": []})
     saved = None if small is None else Saved.from_tree(small if tree is None else tree)
-    spec = replace(spec, keeps_position=True)
+    context = replace(context, keeps_position=True)
     if saved is not None:
-        spec = replace(
-            spec,
+        context = replace(
+            context,
             seed=saved.seed,
             keras_seed=saved.keras_seed,
             position=saved.position,
             facts_before=saved.data,
         )
-    return Resume(folder, options, spec, saved)
+    return Resume(folder, options, context, saved)
 
 
 @contextlib.contextmanager

@@ -138,10 +138,7 @@ class Saver(keras.callbacks.Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        session = session_of(model)
-        # What the first rank holds is restored before it is copied.
-        session.call_at_start(self._restore_shared, is_first=True)
-        session.call_at_start(self._restore_own)
+        session_of(model).hooks.use(saver=self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         saved = self._resume.saved
@@ -222,8 +219,8 @@ class Saver(keras.callbacks.Callback):
         self.end_write()
         saved = Saved(
             position=position,
-            seed=self._resume.spec.seed,
-            keras_seed=self._resume.spec.keras_seed,
+            seed=self._resume.context.seed,
+            keras_seed=self._resume.context.keras_seed,
             data=self._feed.position_facts(),
             is_finished=is_finished,
             rates=list(map(rate_progress, leaves_of(self.model))),
@@ -274,7 +271,7 @@ class Saver(keras.callbacks.Callback):
         if len(saved.ranks) != comm.size():
             draws.renew_rank_numbers(comm.rank())  # they are the first rank's
 
-    def _restore_shared(self) -> None:
+    def restore_shared(self) -> None:
         """Restore what is broadcast after it; an error is raised on all ranks."""
         saved = self._resume.saved
         with on_first_rank(self._resume.folder.path) as is_first:
@@ -289,7 +286,7 @@ class Saver(keras.callbacks.Callback):
                     states.restore_first(self.model, saved.arrays, saved.ranks, starts)
                 saved.arrays.clear()
 
-    def _restore_own(self) -> None:
+    def restore_own(self) -> None:
         """Restore the state of this rank that differs from the first rank's, and rates.
 
         These were scaled for the current size before.

@@ -17,6 +17,7 @@
 from keras_dist.comm.agreement import (
     agree,
     agree_on_variables,
+    check_equal,
     first_rank,
     wait_for_all_ranks,
 )

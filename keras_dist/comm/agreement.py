@@ -55,7 +55,22 @@ def agree(
     # One short message of each rank where all is well, however many facts there are.
     if len(set(exchange(digest, "agree"))) == 1:
         return
-    per_rank = exchange(local_facts, "agree")
+    check_equal(exchange(local_facts, "agree"), advice=advice, names=names)
+
+
+def check_equal(
+    per_rank: Sequence[Mapping[str, Any]],
+    *,
+    advice: str,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Raise the error of `agree` if some value differs; without a collective.
+
+    Args:
+        per_rank: The values of each rank, which all ranks have.
+        advice: See `agree`.
+        names: See `agree`.
+    """
     for name in dict.fromkeys(name for facts in per_rank for name in facts):
         values = [facts.get(name, "nothing") for facts in per_rank]
         if any(value != values[0] for value in values):

@@ -4,7 +4,7 @@ What the user gave becomes a `Source` (or `Arrays`), a `Division` says which row
 batches of it come at each step on each rank, and a `Feed` hands this rank's part to
 Keras. From the bottom:
 
-- `division`: `Division`, the arithmetic of passes, epochs and steps; `ShardSpec`
+- `division`: `Division`, the arithmetic of passes, epochs and steps; `ReadContext`
 - `pipeline`: what a `tf.data.Dataset` was made of: inputs, shuffles, caches
 - `dealer`: `Dealer`, what a rank reads of batches that all ranks have
 - `arrays`: `Arrays`, rows in memory or in memory-mapped files, and their order
@@ -20,5 +20,5 @@ To support a new kind of data: if it yields batches, `Source` must know its leng
 how to iterate over it, and the rest follows.
 
 Nothing here imports Horovod or `comm`. Rank and size are arguments, and data that has
-to communicate while it is read does so through `ShardSpec.gather`.
+to communicate while it is read does so through `ReadContext.gather`.
 """

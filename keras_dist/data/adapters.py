@@ -16,7 +16,7 @@ from keras_dist.data.batch_rows import BatchRows, num_rows, put_beside
 from keras_dist.data.dealer import Dealer
 from keras_dist.data.division import (
     Division,
-    ShardSpec,
+    ReadContext,
     check_count,
     divide_batch,
     limit_steps,
@@ -44,88 +44,93 @@ _BATCH_SIZE = 32
 _IN_DATASET = ("y", "sample_weight", "class_weight", "batch_size", "steps_per_epoch")
 
 
-def training_feed(given: dict[str, Any], *, steps_rule: str, spec: ShardSpec) -> Feed:
+def training_feed(
+    arguments: dict[str, Any], *, steps_rule: str, context: ReadContext
+) -> Feed:
     """Make the feed of this rank's training data, from arguments of `Model.fit`.
 
     Args:
-        given: Every argument of `Model.fit`; `x` may be a `Source`.
+        arguments: Every argument of `Model.fit`; `x` may be a `Source`.
         steps_rule: How `steps_per_epoch` changes with the number of ranks.
-        spec: The ranks, and how data is divided among them.
+        context: The ranks, and how data is divided among them.
 
     Raises:
         ValueError: If there is no data, there are fewer rows than ranks in it, or the
             data is infinite and `steps_per_epoch` is not given.
     """
-    x = given["x"]
+    x = arguments["x"]
     if x is None:
         raise ValueError(
             "There is no data to train on. Received: x=None. Pass arrays, a "
             "tf.data.Dataset, a keras.utils.PyDataset or a generator as `x`."
         )
     name = "steps_per_epoch"
-    before = limit_steps(given[name])
-    given = given | {name: spec.scale_steps(steps_rule, before, name=name)}
+    before = limit_steps(arguments[name])
+    arguments = arguments | {name: context.scale_steps(steps_rule, before, name=name)}
     rows = Rows(
         "arrays",
-        batch_size=given["batch_size"],
-        is_global=spec.is_global,
+        batch_size=arguments["batch_size"],
+        is_global=context.is_global,
         steps_before=before,
         rule=steps_rule if before else "",
     )
-    pieces = x, given["y"], given["sample_weight"]
+    pieces = x, arguments["y"], arguments["sample_weight"]
     if is_arrays(pieces):
-        return _feed_arrays(Arrays(*pieces), given, rows, spec)
-    return _feed_batches(x if isinstance(x, Source) else Source(x), given, rows, spec)
+        return _feed_arrays(Arrays(*pieces), arguments, rows, context)
+    return _feed_batches(
+        x if isinstance(x, Source) else Source(x), arguments, rows, context
+    )
 
 
 def _feed_arrays(
-    arrays: Arrays, given: dict[str, Any], rows: Rows, spec: ShardSpec
+    arrays: Arrays, arguments: dict[str, Any], rows: Rows, context: ReadContext
 ) -> Feed:
     """Make the feed of training data in arrays."""
-    steps, total = given["steps_per_epoch"], arrays.num_rows
+    steps, total = arguments["steps_per_epoch"], arrays.num_rows
     # Keras's default: all rows divided by the steps, or 32.
-    is_own = spec.shard == "none"
+    is_own = context.shard == "none"
     all_rows = total
-    if is_own and (spec.is_global or steps != rows.steps_before):
-        all_rows *= spec.size  # `steps_before` is for the rows of all ranks
+    if is_own and (context.is_global or steps != rows.steps_before):
+        all_rows *= context.size  # `steps_before` is for the rows of all ranks
     per_step = -(-all_rows // rows.steps_before) if rows.steps_before else None
     batch_size = check_count("batch_size", rows.batch_size or per_step or _BATCH_SIZE)
     if total == 0:
         raise no_data("arrays of 0 rows", is_training=True)
-    if total < spec.size and not (is_own or spec.is_global):
+    if total < context.size and not (is_own or context.is_global):
         raise ValueError(
-            f"Each rank needs at least one row. Received: {total} rows for {spec.size} "
-            f"ranks. Pass more data, or run on fewer ranks (-np {total})."
+            f"Each rank needs at least one row. Received: {total} rows for "
+            f"{context.size} ranks. Pass more data, or run on fewer ranks (-np "
+            f"{total})."
         )
     rows = replace(rows, batch_size=batch_size, total=total)
     facts: dict[str, Any] = {
         "the shapes of the rows": [shape[1:] for shape in arrays.shapes],
-        "`class_weight`": given["class_weight"],
+        "`class_weight`": arguments["class_weight"],
     }
-    if is_own or (spec.size == 1 and not spec.keeps_position):
+    if is_own or (context.size == 1 and not context.keeps_position):
         local_batch = batch_size
-        if spec.is_global:
-            local_batch = divide_batch(batch_size, spec.size, 'shard="none"')
+        if context.is_global:
+            local_batch = divide_batch(batch_size, context.size, 'shard="none"')
         steps_per_pass = -(-total // local_batch)
         rows = replace(
             rows,
-            kind="arrays, already split" if spec.size > 1 else "arrays",
-            total=total if spec.size == 1 else None,
+            kind="arrays, already split" if context.size > 1 else "arrays",
+            total=total if context.size == 1 else None,
             steps=min(steps or steps_per_pass, steps_per_pass),
         )
         facts["the batches of a pass over its rows"] = steps_per_pass
         facts["the steps of an epoch"] = steps
         return Feed(
-            data=given["x"],
+            data=arguments["x"],
             plan=rows,
-            arguments=given | {"batch_size": local_batch},
+            arguments=arguments | {"batch_size": local_batch},
             source=arrays,
             facts=facts,
         )
     division = Division.of(
-        spec,
+        context,
         total,
-        per_step=batch_size * spec.batches_per_step,
+        per_step=batch_size * context.batches_per_step,
         unit="rows",
         steps=steps,
     )
@@ -134,20 +139,20 @@ def _feed_arrays(
         "the batch size": batch_size,
         "the steps of an epoch": division.steps,
     }
-    shuffle, fixed = given["shuffle"], None
+    shuffle, fixed = arguments["shuffle"], None
     inside = division.global_batch if shuffle == "batch" else None
     # Resumed in the middle of a batch: the batches before had another size.
     is_other = inside is not None and division.begin % inside > 0
-    if shuffle and spec.keras_seed is not None and not is_other:
-        fixed = draw_keras_order(spec.keras_seed, total, inside)
+    if shuffle and context.keras_seed is not None and not is_other:
+        fixed = draw_keras_order(context.keras_seed, total, inside)
     epoch = tf.Variable(division.epoch, dtype=tf.int64, trainable=False)
     dataset = read_rows(
         arrays,
         division,
         epoch,
-        rank=spec.rank,
+        rank=context.rank,
         shuffle=shuffle,
-        seed=spec.seed,
+        seed=context.seed,
         fixed=fixed,
     )
     return Feed(
@@ -164,63 +169,65 @@ def _feed_arrays(
         division=division,
         epoch=epoch,
         is_exact=not division.is_within_epoch,
-        class_weight=given["class_weight"],
+        class_weight=arguments["class_weight"],
         facts=facts,
     )
 
 
 def _feed_batches(
-    source: Source, given: dict[str, Any], rows: Rows, spec: ShardSpec
+    source: Source, arguments: dict[str, Any], rows: Rows, context: ReadContext
 ) -> Feed:
     """Make the feed of training data that comes in batches."""
-    steps, shuffle = given["steps_per_epoch"], bool(given["shuffle"])
-    _check_trainable(source, given, spec)
-    if source.has_seeded_passes and steps is None and spec.position:
-        skip_epochs(source.data, max(0, spec.position.epoch - spec.first_epoch))
+    steps, shuffle = arguments["steps_per_epoch"], bool(arguments["shuffle"])
+    _check_trainable(source, arguments, context)
+    if source.has_seeded_passes and steps is None and context.position:
+        skip_epochs(source.data, max(0, context.position.epoch - context.first_epoch))
     # With a number of steps an epoch is no pass, so Keras shuffles each pass. But with
     # several workers it draws in a thread of its own, while this one may draw, too.
     is_by_keras = steps is not None and not has_own_thread(source.data)
     feed = adapt_batches(
-        source, spec, is_training=True, shuffle=shuffle and not is_by_keras
+        source, context, is_training=True, shuffle=shuffle and not is_by_keras
     )
     if steps is not None:
         # Keras may read ahead, into batches of the next epoch.
         feed = replace(feed, epoch=None, division=None)
     # One process reads the user's data as it is, unless its epochs are set.
-    is_plain = feed.data is source.data or (spec.size == 1 and feed.epoch is None)
+    is_plain = feed.data is source.data or (context.size == 1 and feed.epoch is None)
     is_shuffled = shuffle and (is_plain or is_by_keras) and source.kind == "sequence"
-    arguments = given | {"x": feed.data, "shuffle": is_shuffled}
+    local = arguments | {"x": feed.data, "shuffle": is_shuffled}
     if not is_plain:
-        arguments["class_weight"] = None  # the step adds it
+        local["class_weight"] = None  # the step adds it
     before, batch_size = finite_or_none(source.length), source.batch_size
     presharded = source.presharded
-    is_shared = spec.is_global and (is_dealt(source, spec) or presharded is not None)
-    if presharded is not None and spec.size > 1:
+    is_shared = context.is_global and (
+        is_dealt(source, context) or presharded is not None
+    )
+    if presharded is not None and context.size > 1:
         length = finite_or_none(presharded.length)
         batch_size = presharded.batch_size or batch_size
         if batch_size and is_shared:
-            batch_size *= spec.size
+            batch_size *= context.size
         before = -(-length // batch_size) if length and batch_size else None
     division = feed.division
     return replace(
         feed,
-        arguments=arguments,
+        arguments=local,
         plan=replace(
             rows,
-            kind=describe_sharding(source, spec, is_training=True),
+            kind=describe_sharding(source, context, is_training=True),
             batch_size=rows.batch_size or batch_size,
             is_global=is_shared,
             steps_before=rows.steps_before or before,
-            steps=_count_steps(feed, source, spec, steps),
+            steps=_count_steps(feed, source, context, steps),
         ),
         source=source,
-        class_weight=None if is_plain else given["class_weight"],
+        class_weight=None if is_plain else arguments["class_weight"],
         is_exact=feed.reader is None and not (division and division.is_within_epoch),
         facts={
-            "the batches of a pass over its data": _count_dealt(source, spec)
+            "the batches of a pass over its data": _count_dealt(source, context)
             or finite_or_none(feed.length),
             "the steps of an epoch": steps,
-            "`class_weight`": given["class_weight"],
+            "`class_weight`": arguments["class_weight"],
             "whether the data can be read from the middle": division is not None,
         },
     )
@@ -232,7 +239,7 @@ def validation_feed(
     batch_size: int | None,
     steps: int | None,
     steps_rule: str,
-    spec: ShardSpec,
+    context: ReadContext,
     prefix: str = "",
 ) -> Feed:
     """Make the feed of this rank's validation data.
@@ -241,7 +248,7 @@ def validation_feed(
         data: The user's `validation_data`, perhaps a `Source`.
         batch_size, steps: The user's.
         steps_rule: How `steps` changes with the number of ranks.
-        spec: The ranks, and how data is divided among them.
+        context: The ranks, and how data is divided among them.
         prefix: Of the names that the user gave `batch_size` and `steps`.
 
     Raises:
@@ -249,7 +256,7 @@ def validation_feed(
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     name, steps = f"{prefix}steps", limit_steps(steps)
-    own_steps = spec.scale_steps(steps_rule, steps, name=name)
+    own_steps = context.scale_steps(steps_rule, steps, name=name)
     if batch_size is not None:
         batch_size = check_count(f"{prefix}batch_size", batch_size)
     pieces = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -257,20 +264,20 @@ def validation_feed(
         "arrays", batch_size, steps_before=steps, rule=steps_rule if steps else ""
     )
     if not is_arrays(tuple(pieces.values())) and x is not None:
-        _check_dense(list(pieces.values()), spec)
+        _check_dense(list(pieces.values()), context)
         source = x if isinstance(x, Source) else Source(x)
-        limit = own_steps if is_dealt(source, spec) and spec.size > 1 else None
+        limit = own_steps if is_dealt(source, context) and context.size > 1 else None
         if limit is not None:
-            limit *= spec.batches_per_step
-            own_steps = -(-limit // spec.size)
-        feed = adapt_batches(source, spec, is_training=False, limit=limit)
+            limit *= context.batches_per_step
+            own_steps = -(-limit // context.size)
+        feed = adapt_batches(source, context, is_training=False, limit=limit)
         # With `steps`, a rank that has fewer rows left makes fewer of them.
         is_exact = feed.reader is None and source.presharded is None
         rows = replace(
             rows,
-            kind=describe_sharding(source, spec, is_training=False),
+            kind=describe_sharding(source, context, is_training=False),
             steps_before=steps or finite_or_none(source.length),
-            steps=_count_steps(feed, source, spec, own_steps),
+            steps=_count_steps(feed, source, context, own_steps),
         )
         return replace(
             feed,
@@ -279,13 +286,13 @@ def validation_feed(
             source=source,
             keras_steps=None if limit is not None else own_steps and rows.steps,
             is_exact=is_exact,
-            facts={"the validation batches of a pass": _count_dealt(source, spec)},
+            facts={"the validation batches of a pass": _count_dealt(source, context)},
         )
-    if spec.size == 1 or spec.shard == "none":
+    if context.size == 1 or context.shard == "none":
         rows = replace(
             rows,
-            kind="arrays, already split" if spec.size > 1 else "arrays",
-            total=keras.tree.flatten(x)[0].shape[0] if spec.size == 1 else None,
+            kind="arrays, already split" if context.size > 1 else "arrays",
+            total=keras.tree.flatten(x)[0].shape[0] if context.size == 1 else None,
             steps=own_steps,
         )
         return Feed(data=x, plan=rows, arguments=pieces, keras_steps=own_steps)
@@ -296,9 +303,9 @@ def validation_feed(
     per_step = -(-arrays.num_rows // steps) if steps else _BATCH_SIZE
     batch_size = batch_size or per_step
     in_pass = -(-arrays.num_rows // batch_size)
-    total = min(in_pass, (own_steps or in_pass) * spec.batches_per_step)
-    dealer = Dealer(spec.rank, spec.size, is_training=False)
-    if spec.rank >= total:
+    total = min(in_pass, (own_steps or in_pass) * context.batches_per_step)
+    dealer = Dealer(context.rank, context.size, is_training=False)
+    if context.rank >= total:
         dealer = replace(dealer, rank=0, is_copy=True)
     is_even = arrays.num_rows % batch_size == 0  # the shape then has the rows
     indices = tf.data.Dataset.range(arrays.num_rows)
@@ -311,7 +318,7 @@ def validation_feed(
             kind="arrays, sharded by batch",
             batch_size=batch_size,
             total=arrays.num_rows,
-            is_global=spec.is_global,
+            is_global=context.is_global,
             steps_before=steps or in_pass,
             steps=dealer.num_steps(total),
         ),
@@ -322,7 +329,7 @@ def validation_feed(
 
 
 def hold_out(
-    given: dict[str, Any], spec: ShardSpec
+    arguments: dict[str, Any], context: ReadContext
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Split training and validation data, as `validation_split` of `Model.fit` does.
 
@@ -330,8 +337,8 @@ def hold_out(
     and validation data on another.
 
     Args:
-        given: Every argument of `Model.fit`.
-        spec: The ranks, and how data is divided among them.
+        arguments: Every argument of `Model.fit`.
+        context: The ranks, and how data is divided among them.
 
     Returns:
         The same with the rows to train on; and `(x, y, sample_weight)` for validation.
@@ -340,8 +347,11 @@ def hold_out(
         ValueError: If the data is not arrays, or one of the two parts would be empty.
     """
     names = ("x", "y", "sample_weight")
-    data, validation_split = [given[n] for n in names], given["validation_split"]
-    _check_dense(data, spec)
+    data, validation_split = (
+        [arguments[n] for n in names],
+        arguments["validation_split"],
+    )
+    _check_dense(data, context)
     if not is_arrays(data):
         raise ValueError(
             "`validation_split` needs arrays. "
@@ -364,26 +374,26 @@ def hold_out(
         )
 
     kept = dict(zip(names, take(slice(0, split_at)), strict=True))
-    return given | kept, take(slice(split_at, None))
+    return arguments | kept, take(slice(split_at, None))
 
 
-def is_dealt(source: Source, spec: ShardSpec) -> bool:
+def is_dealt(source: Source, context: ReadContext) -> bool:
     """Return True if the batches are dealt to the ranks, and not each rank's own.
 
     A rank alone is dealt all of them if its position is saved.
     """
-    return source.is_replicated or (spec.size == 1 and spec.keeps_position)
+    return source.is_replicated or (context.size == 1 and context.keeps_position)
 
 
-def _count_dealt(source: Source, spec: ShardSpec) -> int | None:
+def _count_dealt(source: Source, context: ReadContext) -> int | None:
     """Count the batches of a pass that is dealt; more on one rank would be left out."""
-    is_own = source.presharded is not None or not is_dealt(source, spec)
+    is_own = source.presharded is not None or not is_dealt(source, context)
     return None if is_own else finite_or_none(source.length)
 
 
 def adapt_batches(
     source: Source,
-    spec: ShardSpec,
+    context: ReadContext,
     *,
     is_training: bool,
     shuffle: bool = False,
@@ -393,7 +403,7 @@ def adapt_batches(
 
     Args:
         source: The user's data.
-        spec: The ranks, and how data is divided among them.
+        context: The ranks, and how data is divided among them.
         is_training: Whether all ranks have to make the same number of steps.
         shuffle: Whether a `PyDataset` is read in another order each epoch.
         limit: Batches of all ranks in an evaluation, where they are dealt; `None` for
@@ -403,26 +413,26 @@ def adapt_batches(
         ValueError: If there is no row to train on or to evaluate, or the numbers of
             presharded batches do not fit together.
     """
-    if source.presharded is not None and spec.size > 1:
-        return _adapt_presharded(source, spec, is_training)
-    keeps_position = is_training and spec.keeps_position and source.has_known_order
-    if spec.size == 1 and not keeps_position:
+    if source.presharded is not None and context.size > 1:
+        return _adapt_presharded(source, context, is_training)
+    keeps_position = is_training and context.keeps_position and source.has_known_order
+    if context.size == 1 and not keeps_position:
         return Feed(data=source.data, length=source.length)
-    if not is_dealt(source, spec):
+    if not is_dealt(source, context):
         if source.length is None:
-            return _adapt_stream(source, spec, Dealer(0, 1, is_training))
+            return _adapt_stream(source, context, Dealer(0, 1, is_training))
         length = finite_or_none(source.length)
         if source.kind == "dataset" and length is not None:
             return Feed(data=assert_length(source.data, length), length=length)
         return Feed(data=source.data, length=source.length)
-    splits = spec.is_global and is_training
-    dealer = Dealer(spec.rank, spec.size, is_training, splits)
+    splits = context.is_global and is_training
+    dealer = Dealer(context.rank, context.size, is_training, splits)
     if not splits and not _check_batches(source, dealer, limit):
         # As the first rank does: a pass of data that is also trained on changes what
         # comes in the next one.
         dealer = replace(dealer, rank=0, is_copy=True)
     if source.kind == "sequence":
-        own = ShardedSequence(source, dealer, spec, limit=limit, shuffle=shuffle)
+        own = ShardedSequence(source, dealer, context, limit=limit, shuffle=shuffle)
         count = own.num_batches
         return Feed(
             data=own,
@@ -431,23 +441,25 @@ def adapt_batches(
             division=own.division,
         )
     if source.kind == "dataset" and source.length is not None:
-        return _adapt_dataset(source, spec, dealer, keeps_position, limit)
-    return _adapt_stream(source, spec, dealer, limit)
+        return _adapt_dataset(source, context, dealer, keeps_position, limit)
+    return _adapt_stream(source, context, dealer, limit)
 
 
-def describe_sharding(source: Source, spec: ShardSpec, *, is_training: bool) -> str:
+def describe_sharding(
+    source: Source, context: ReadContext, *, is_training: bool
+) -> str:
     """Name the type of the data and how it is sharded, for the plan."""
     kind, note = source.type_name, source.note
-    if spec.size == 1:
+    if context.size == 1:
         return kind
     if source.presharded is not None:
         return f"{kind}, sharded before decoding, by row"
     if not source.is_replicated:
-        reason = ": the ranks' batches differ" if spec.shard != "none" else ""
+        reason = ": the ranks' batches differ" if context.shard != "none" else ""
         return f"{kind}, already split{reason}"
-    if source.kind != "sequence" or (spec.is_global and is_training):
+    if source.kind != "sequence" or (context.is_global and is_training):
         note = f"; every rank makes all of them{note}"
-    if spec.is_global and is_training:
+    if context.is_global and is_training:
         return f"{kind}, each batch sharded by row{note}"
     return f"{kind}, sharded by batch, round robin{note}"
 
@@ -468,15 +480,15 @@ def _check_batches(source: Source, dealer: Dealer, limit: int | None) -> bool:
 
 
 def _adapt_stream(
-    source: Source, spec: ShardSpec, dealer: Dealer, limit: int | None = None
+    source: Source, context: ReadContext, dealer: Dealer, limit: int | None = None
 ) -> Feed:
-    reader = StreamReader(source, spec, dealer, limit=limit)
+    reader = StreamReader(source, context, dealer, limit=limit)
     return Feed(data=reader.dataset(), reader=reader)
 
 
 def _adapt_dataset(
     source: Source,
-    spec: ShardSpec,
+    context: ReadContext,
     dealer: Dealer,
     keeps_position: bool,
     limit: int | None,
@@ -489,7 +501,7 @@ def _adapt_dataset(
     if length is None or not keeps_position:
         return feed
     division = Division.of(
-        spec, length, per_step=dealer.per_step, unit="batches", seeds=source.seeds
+        context, length, per_step=dealer.per_step, unit="batches", seeds=source.seeds
     )
     feed = replace(feed, division=division)
     if not division.begin:
@@ -502,7 +514,7 @@ def _adapt_dataset(
     return replace(feed, data=dataset.prefetch(tf.data.AUTOTUNE), epoch=epoch)
 
 
-def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Feed:
+def _adapt_presharded(source: Source, context: ReadContext, is_training: bool) -> Feed:
     """Make the feed of presharded data: a rank reads all batches of its data set.
 
     At the end of a pass some ranks may have a batch more. In training the others take
@@ -511,18 +523,18 @@ def _adapt_presharded(source: Source, spec: ShardSpec, is_training: bool) -> Fee
     assert source.presharded is not None
     lengths, data = source.lengths, source.data
     if None in lengths:
-        return _adapt_stream(source, spec, Dealer(0, 1, is_training))
+        return _adapt_stream(source, context, Dealer(0, 1, is_training))
     if math.inf in lengths:
         return Feed(data=data.prefetch(tf.data.AUTOTUNE), length=math.inf)
     counts = [int(length or 0) for length in lengths]
-    own = counts[spec.rank]
+    own = counts[context.rank]
     steps = max(counts) if is_training else own
     if is_training and steps > min(counts) + 1:
         raise ValueError(
             "The ranks have different numbers of batches. Received: "
-            f"{counts} batches of ranks 0 to {spec.size - 1} in a {source.type_name}, "
-            "divided by `shard`. Leave rows out, and repeat them, before `shard`: put "
-            "`filter`, `take`, `skip` and `repeat` above it."
+            f"{counts} batches of ranks 0 to {context.size - 1} in a {source.type_name}"
+            ", divided by `shard`. Leave rows out, and repeat them, before `shard`: "
+            "put `filter`, `take`, `skip` and `repeat` above it."
         )
     data = assert_length(data, own)
     if is_training and min(counts) < steps:
@@ -545,7 +557,7 @@ def _add_copy(dataset: tf.data.Dataset, count: int, steps: int) -> tf.data.Datas
 
 
 def _count_steps(
-    feed: Feed, source: Source, spec: ShardSpec, most: int | None
+    feed: Feed, source: Source, context: ReadContext, most: int | None
 ) -> int | None:
     """Count the steps of a pass, up to `most`; `None` if unknown or infinite.
 
@@ -555,17 +567,19 @@ def _count_steps(
     length = finite_or_none(source.length)
     steps = finite_or_none(feed.length)
     if feed.length is None and length is not None:
-        steps = math.ceil(length / (spec.size if is_dealt(source, spec) else 1))
+        steps = math.ceil(length / (context.size if is_dealt(source, context) else 1))
     return min(filter(None, (steps, most)), default=None)
 
 
-def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> None:
-    _check_dense([source.data, given["y"], given["sample_weight"]], spec)
+def _check_trainable(
+    source: Source, arguments: dict[str, Any], context: ReadContext
+) -> None:
+    _check_dense([source.data, arguments["y"], arguments["sample_weight"]], context)
     if source.length == 0:
         received = f"x of type {source.type_name} without a batch"
         raise no_data(received, is_training=True)
-    is_endless = source.length == math.inf and given["steps_per_epoch"] is None
-    if spec.size > 1 and is_endless:
+    is_endless = source.length == math.inf and arguments["steps_per_epoch"] is None
+    if context.size > 1 and is_endless:
         raise ValueError(
             "An epoch of infinite data needs a number of steps. Received: "
             f"infinite x of type {source.type_name}, steps_per_epoch=None. "
@@ -573,11 +587,11 @@ def _check_trainable(source: Source, given: dict[str, Any], spec: ShardSpec) -> 
         )
 
 
-def _check_dense(pieces: list[Any], spec: ShardSpec) -> None:
+def _check_dense(pieces: list[Any], context: ReadContext) -> None:
     """Raise an error if x, targets or weights are sparse tensors."""
     leaves = keras.tree.flatten(pieces)
     is_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in leaves)
-    if spec.size > 1 and spec.shard != "none" and is_sparse:
+    if context.size > 1 and context.shard != "none" and is_sparse:
         raise ValueError(
             "Sparse tensors cannot be sharded. Received: x of type "
             f"{type(pieces[0]).__name__}. Pass sparse matrices of SciPy, dense arrays, "

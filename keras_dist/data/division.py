@@ -37,8 +37,8 @@ class DataPosition:
 
 
 @dataclass(frozen=True)
-class ShardSpec:
-    """The ranks, and what the call says about how to divide data among them.
+class ReadContext:
+    """What reading depends on: the ranks, the options of a call, seeds, where to begin.
 
     Args:
         rank: This rank.
@@ -89,7 +89,7 @@ class ShardSpec:
         Raises:
             ValueError: If `steps` is not a positive whole number.
 
-        >>> ShardSpec(0, 3).scale_steps("divide", 100, name="steps")
+        >>> ReadContext(0, 3).scale_steps("divide", 100, name="steps")
         34
         """
         if steps is None:
@@ -198,7 +198,7 @@ class Division:
     @classmethod
     def of(
         cls,
-        spec: ShardSpec,
+        context: ReadContext,
         total: int,
         *,
         per_step: int,
@@ -209,8 +209,8 @@ class Division:
         """Divide a training, from its beginning or from a position.
 
         Args:
-            spec: The ranks, and where to resume; perhaps another number of ranks saved
-                that.
+            context: The ranks, and where to resume; perhaps another number of ranks
+                saved that.
             total: Items of the data.
             per_step: Items that all ranks read in a step.
             unit: What an item is: `"rows"` or `"batches"`.
@@ -220,14 +220,16 @@ class Division:
         Raises:
             ValueError: If the position is in the middle of an epoch of other data.
         """
-        position = spec.position
+        position = context.position
         in_pass = -(-total // per_step)
         per_epoch = steps or in_pass
-        sizes = (total, spec.size, per_step, per_epoch, in_pass, in_pass, per_epoch)
+        sizes = (total, context.size, per_step, per_epoch, in_pass, in_pass, per_epoch)
         new = cls(*sizes, unit, seeds)
         if position is None:
-            return replace(new, epoch=spec.first_epoch, first_pass=spec.first_epoch)
-        before = spec.facts_before or new.facts()
+            return replace(
+                new, epoch=context.first_epoch, first_pass=context.first_epoch
+            )
+        before = context.facts_before or new.facts()
         first_pass, begin = divmod(position.items, before["items"])
         new = replace(new, epoch=position.epoch, first_pass=first_pass)
         if not (position.step or begin):
@@ -274,7 +276,7 @@ class Division:
             The pass, counted from 0 where this training begins; the index in it of the
             first item; and the index after the last item.
 
-        >>> rows = Division.of(ShardSpec(0, 2), 105, per_step=20, unit="rows")
+        >>> rows = Division.of(ReadContext(0, 2), 105, per_step=20, unit="rows")
         >>> [rows.span(step) for step in (0, 5, 6)]
         [(0, 0, 20), (0, 100, 105), (1, 0, 20)]
         """

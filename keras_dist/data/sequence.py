@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_dist.data import draws
 from keras_dist.data.batch_rows import put_beside
 from keras_dist.data.dealer import Dealer
-from keras_dist.data.division import Division, ShardSpec
+from keras_dist.data.division import Division, ReadContext
 from keras_dist.data.source import Source, digest_batches, run_alone, standardize
 
 # The batches at which Keras looks for their shapes.
@@ -43,7 +43,7 @@ class ShardedSequence(keras.utils.PyDataset):
     Args:
         source: The user's `PyDataset`, with the same batches on all ranks.
         dealer: What this rank reads of the batches.
-        spec: The ranks, and where to resume.
+        context: The ranks, and where to resume.
         limit: Batches of all ranks in a pass; `None` for all that there are.
         shuffle: Whether each epoch has a new order.
 
@@ -58,7 +58,7 @@ class ShardedSequence(keras.utils.PyDataset):
         self,
         source: Source,
         dealer: Dealer,
-        spec: ShardSpec,
+        context: ReadContext,
         *,
         limit: int | None,
         shuffle: bool,
@@ -75,18 +75,21 @@ class ShardedSequence(keras.utils.PyDataset):
         # To compare batches that the user's `on_epoch_end` changes.
         is_kept = type(undivided).on_epoch_end is keras.utils.PyDataset.on_epoch_end
         is_compared = dealer.is_training and not is_kept
-        self._gather_texts = spec.gather if is_compared else None
+        self._gather_texts = context.gather if is_compared else None
         self._origin = source
         self.division: Division | None = None
-        total, keeps_position = self._total, dealer.is_training and spec.keeps_position
-        position = spec.position if keeps_position else None
+        total, keeps_position = (
+            self._total,
+            dealer.is_training and context.keeps_position,
+        )
+        position = context.position if keeps_position else None
         if total is not None and keeps_position:
             self.division = Division.of(
-                spec, total, per_step=dealer.per_step, unit="batches"
+                context, total, per_step=dealer.per_step, unit="batches"
             )
         self.order: list[int] = []
         if shuffle and position is not None and position.step:
-            self._first_order = (spec.facts_before or {}).get("order")
+            self._first_order = (context.facts_before or {}).get("order")
             if self._first_order is None:
                 raise ValueError(
                     "The training cannot continue in the middle of an epoch whose "

@@ -17,7 +17,7 @@ from keras_dist.data.batch_rows import (
     put_beside_spec,
 )
 from keras_dist.data.dealer import Dealer
-from keras_dist.data.division import ShardSpec, no_data
+from keras_dist.data.division import ReadContext, no_data
 from keras_dist.data.source import Source
 
 # What a rank says before a step, if not the rows of its batch: it has no batch left; it
@@ -34,7 +34,7 @@ class StreamReader:
 
     Args:
         source: The data.
-        spec: The ranks, and their collective.
+        context: The ranks, and their collective.
         dealer: What this rank reads of the batches.
         limit: Batches of all ranks in a pass; `None` for all that there are.
 
@@ -45,16 +45,16 @@ class StreamReader:
     def __init__(
         self,
         source: Source,
-        spec: ShardSpec,
+        context: ReadContext,
         dealer: Dealer,
         *,
         limit: int | None = None,
     ) -> None:
         self.failure: Exception | None = None
-        self._source, self._spec, self._dealer = source, spec, dealer
+        self._source, self._spec, self._dealer = source, context, dealer
         self._limit = limit
-        is_joint = dealer.is_training and spec.size > 1
-        self._gather = spec.gather if is_joint else None
+        is_joint = dealer.is_training and context.size > 1
+        self._gather = context.gather if is_joint else None
 
     def dataset(self) -> tf.data.Dataset:
         """Return the batches as a data set; each iterator over it is one pass."""

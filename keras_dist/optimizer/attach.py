@@ -135,7 +135,7 @@ def averaging_of(model: Any) -> list[Averaging]:
     return [options or Averaging() for options in found]
 
 
-def averages(model: Any) -> bool:
+def averages_gradients(model: Any) -> bool:
     """Return True if the gradients of `model` are averaged, and not added up."""
     found = [*map(_find_options, optimizers_of(model))]
     return any(found) and all(o is None or o.op == "average" for o in found)

@@ -78,9 +78,8 @@ class Requests:
         # One call may make several steps.
         self._agreed.assign(tf.reduce_max([self._agreed, tf.reduce_max(by_rank)]))
 
-    def agree_to_stop(self) -> None:
-        """Let the training stop if any rank requests it now. A collective."""
-        is_stop = any(comm.gather(self.asked == Request.STOP))
+    def agree(self, is_stop: bool) -> None:
+        """Let the training stop, or go on: what all ranks have decided on."""
         self._agreed.assign(Request.STOP if is_stop else Request.NOTHING)
 
     def is_stop(self) -> bool:

@@ -11,9 +11,13 @@ import tensorflow as tf
 from keras_dist import comm, plan, private
 from keras_dist.callbacks.callback_order import on_this_rank, order_callbacks
 from keras_dist.callbacks.learning_rate_warmup import LearningRateWarmup
-from keras_dist.callbacks.user_callbacks import is_writer, runs_on_first_rank_only
+from keras_dist.callbacks.user_callbacks import (
+    is_writer,
+    reads_batch_logs,
+    runs_on_first_rank_only,
+)
 from keras_dist.data.adapters import hold_out, training_feed, validation_feed
-from keras_dist.data.division import ShardSpec
+from keras_dist.data.division import ReadContext
 from keras_dist.data.feed import Feed
 from keras_dist.optimizer.attach import averaging_of
 from keras_dist.optimizer.nested import leaves_of
@@ -54,8 +58,8 @@ class FitSetup:
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""
         names = ("epochs", "initial_epoch", "validation_freq")
-        given = self.arguments
-        facts = {f"`{name}`": given[name] for name in names} | self.training.facts
+        facts = {f"`{name}`": self.arguments[name] for name in names}
+        facts |= self.training.facts
         facts |= self.validation.facts if self.validation else {}
         # A callback of the user may be missing on some ranks: it has no collectives.
         callbacks = [
@@ -122,15 +126,15 @@ def _find_strategy(model: Any) -> Any:
 
 
 def prepare(
-    model: Any, given: dict[str, Any], options: Options, spec: ShardSpec
+    model: Any, arguments: dict[str, Any], options: Options, context: ReadContext
 ) -> FitSetup:
     """Decide everything for this rank, without any collective.
 
     Args:
         model: The compiled model.
-        given: Every argument of `Model.fit`.
+        arguments: Every argument of `Model.fit`.
         options: All other arguments of `dist_fit`.
-        spec: How data is divided among the ranks.
+        context: How data is divided among the ranks.
 
     Raises:
         ValueError: If an argument is unusable.
@@ -153,7 +157,7 @@ def prepare(
             'or call `keras_dist.dist_fit(model, …, batch="rank", shuffle=False)` with '
             "a `batch_shape` of one rank's rows."
         )
-    callbacks, options, steps = _take_over_warmup(given["callbacks"], options)
+    callbacks, options, steps = _take_over_warmup(arguments["callbacks"], options)
     is_kept = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks)
     if is_kept and options.resume is not None:
         raise ValueError(
@@ -165,10 +169,10 @@ def prepare(
     factor = rate_factor(rule, size=world.size)
     # A schedule is a function of the step, and has its value at the same epoch.
     step_multiplier = world.size if options.steps_scaling == "divide" else 1
-    spec = replace(spec, steps_per_execution=model.steps_per_execution)
-    training, validation = _make_feeds(given, options, spec)
+    context = replace(context, steps_per_execution=model.steps_per_execution)
+    training, validation = _make_feeds(arguments, options, context)
     steps = steps or training.plan.steps
-    is_given = given["validation_data"] is not None or given["validation_split"]
+    is_given = arguments["validation_data"] is not None or arguments["validation_split"]
     if options.target_accuracy is not None and not is_given:
         raise ValueError(
             "`target_accuracy` is an accuracy on validation data. Received: "
@@ -176,7 +180,7 @@ def prepare(
             "`validation_data`, or StopAtAccuracy(target, monitor=…) in `callbacks`."
         )
     return FitSetup(
-        arguments=_make_arguments(given, training, validation, callbacks),
+        arguments=_make_arguments(arguments, training, validation, callbacks),
         callbacks=callbacks,
         training=training,
         validation=validation,
@@ -216,6 +220,8 @@ def _describe_parts(
         yield "batch normalization", rows
     if model.jit_compile:
         yield "XLA", "forward and backward, then update; averaging between"
+    if names := [type(e).__name__ for e in callbacks if reads_batch_logs(e)]:
+        yield "batch logs", f"of all ranks, for {', '.join(names)}"
     if names := [type(each).__name__ for each in callbacks if is_writer(each)]:
         yield "first rank", f"runs {', '.join(names)}"
 
@@ -234,14 +240,16 @@ def _describe_resume(options: Options, training: Feed) -> Iterator[tuple[str, st
     yield "resume", f"an interrupted epoch {text}"
 
 
-def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options, Any]:
+def _take_over_warmup(
+    callbacks: Any, options: Options
+) -> tuple[list[Any], Options, Any]:
     """Turn a `LearningRateWarmup` in the user's list into options.
 
     Returns:
         The callbacks without it, else the rate would be scaled twice; the options; and
         its steps of an epoch.
     """
-    steps, callbacks = None, order_callbacks(given, options.target_accuracy)
+    steps, callbacks = None, order_callbacks(callbacks, options.target_accuracy)
     others = [c for c in callbacks if not isinstance(c, LearningRateWarmup)]
     for warmup in callbacks:
         if isinstance(warmup, LearningRateWarmup):
@@ -252,57 +260,57 @@ def _take_over_warmup(given: Any, options: Options) -> tuple[list[Any], Options,
 
 
 def _make_arguments(
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     training: Feed,
     validation: Feed | None,
     callbacks: list[Any],
 ) -> dict[str, Any]:
     """Make this rank's arguments for `Model.fit`: its data, callbacks and steps."""
-    arguments = given | training.arguments
-    arguments["callbacks"] = on_this_rank(callbacks)
+    local = arguments | training.arguments
+    local["callbacks"] = on_this_rank(callbacks)
     if comm.size() == 1 and training.epoch is None:
         # The user's data as it is: Keras decides what it accepts.
-        return given | {"callbacks": arguments["callbacks"]}
-    arguments["verbose"] = given["verbose"] if comm.rank() == 0 else 0
+        return arguments | {"callbacks": local["callbacks"]}
+    local["verbose"] = arguments["verbose"] if comm.rank() == 0 else 0
     if validation is not None:
         pieces = (validation.arguments[n] for n in ("x", "y", "sample_weight"))
-        arguments |= {
+        local |= {
             "validation_split": 0.0,
             "validation_data": keras.utils.pack_x_y_sample_weight(*pieces),
             "validation_steps": validation.keras_steps,
             "validation_batch_size": validation.plan.batch_size,
         }
-    return arguments
+    return local
 
 
 def _make_feeds(
-    given: dict[str, Any], options: Options, spec: ShardSpec
+    arguments: dict[str, Any], options: Options, context: ReadContext
 ) -> tuple[Feed, Feed | None]:
-    held_out = given["validation_data"]
+    held_out = arguments["validation_data"]
     try:
-        if given["validation_split"] and held_out is None:
-            given, held_out = hold_out(given, spec)
+        if arguments["validation_split"] and held_out is None:
+            arguments, held_out = hold_out(arguments, context)
         training = training_feed(
-            given,
+            arguments,
             steps_rule=options.steps_scaling,
-            spec=replace(spec, first_epoch=given["initial_epoch"]),
+            context=replace(context, first_epoch=arguments["initial_epoch"]),
         )
         if held_out is None:
             return training, None
         return training, validation_feed(
             held_out,
-            batch_size=given["validation_batch_size"] or given["batch_size"],
-            steps=given["validation_steps"],
+            batch_size=arguments["validation_batch_size"] or arguments["batch_size"],
+            steps=arguments["validation_steps"],
             steps_rule=options.validation_steps_scaling,
-            spec=spec,
+            context=context,
             prefix="validation_",
         )
     except ValueError:
-        if spec.size > 1 or spec.position is not None:
+        if context.size > 1 or context.position is not None:
             raise
         # One process: Keras raises its own error, if it rejects the data, too.
-        kind = type(given["x"]).__name__.lstrip("_")
-        return Feed(data=given["x"], plan=plan.Rows(kind)), None
+        kind = type(arguments["x"]).__name__.lstrip("_")
+        return Feed(data=arguments["x"], plan=plan.Rows(kind)), None
 
 
 def _describe_rates(

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.data import draws
 from keras_dist.data.arrays import RAGGED_OR_SPARSE, is_arrays, lists_to_arrays
-from keras_dist.data.division import ShardSpec
+from keras_dist.data.division import ReadContext
 from keras_dist.data.pipeline import cache_files, find_batch_size, list_seeds
 from keras_dist.data.presharded import Presharded, find_presharded
 from keras_dist.data.source import EQUAL_ROWS, Source, draw_other_numbers, is_source
@@ -40,16 +40,16 @@ _PRESHARDED_ADVICE = (
 )
 
 
-def make_sources(given: Mapping[str, Any], shard: str) -> dict[str, Any]:
+def make_sources(arguments: Mapping[str, Any], shard: str) -> dict[str, Any]:
     """Return the data of a fit: lists as arrays, what comes in batches as a `Source`.
 
     Args:
-        given: Every argument of `Model.fit`.
+        arguments: Every argument of `Model.fit`.
         shard: The option of `dist_fit`.
     """
-    pieces = {name: lists_to_arrays(given[name]) for name in PIECES}
+    pieces = {name: lists_to_arrays(arguments[name]) for name in PIECES}
     for name in ("x", "validation_data"):
-        shuffle = name == "x" and bool(given["shuffle"])
+        shuffle = name == "x" and bool(arguments["shuffle"])
         pieces[name] = make_source(pieces[name], shard, shuffle=shuffle)
     return pieces
 
@@ -129,16 +129,16 @@ def _to_arrays(batch: Any) -> Any:
 
 
 def compare(
-    given: Mapping[str, Any],
+    data: Mapping[str, Any],
     options: Options,
     *,
     seed: int = 0,
     keras_seed: int | None = None,
-) -> ShardSpec:
+) -> ReadContext:
     """Check whether all ranks have the same batches. A collective of all ranks.
 
     Args:
-        given: Data by name; each `Source` in it learns what was found.
+        data: Data by name; each `Source` in it learns what was found.
         options: The options of `dist_fit`.
         seed: Seed of the order of the rows, the same on all ranks.
         keras_seed: The seed with which Keras shuffles arrays; `None` if it draws one.
@@ -150,7 +150,7 @@ def compare(
         ValueError: On all ranks, if the ranks have data of different kinds, validation
             data shuffles differently on each, or presharded data differs.
     """
-    spec = ShardSpec(
+    context = ReadContext(
         comm.rank(),
         comm.size(),
         options.shard,
@@ -160,8 +160,8 @@ def compare(
         keras_seed=keras_seed,
     )
     if comm.size() == 1:
-        return spec
-    sources = {n: data for n, data in given.items() if isinstance(data, Source)}
+        return context
+    sources = {n: x for n, x in data.items() if isinstance(x, Source)}
     facts: dict[str, Any] = {"`shard`": options.shard, "`batch`": options.batch}
     for name, source in sources.items():
         presharded = source.presharded
@@ -171,7 +171,7 @@ def compare(
         )
     comm.agree(facts, advice="Give every rank the same kind of data.")
     for name, source in sources.items():
-        source.is_read_by_all = spec.is_global and name == "training"
+        source.is_read_by_all = context.is_global and name == "training"
         if source.is_sent:
             # Each of them is a collective: so before any block of one rank.
             source.first(2 if name == "training" else max(2, comm.size()))
@@ -186,7 +186,7 @@ def compare(
     for name, source in sources.items():
         if source.presharded is not None:
             _compare_before_shard(name, source, source.presharded, options.batch)
-    return spec
+    return context
 
 
 def _check_cache_files(sources: Mapping[str, Source], *, is_split: bool) -> None:
@@ -245,14 +245,14 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
             _warn_about_position(name, source, own[name][0])
 
 
-def warn_about_own_data(given: Mapping[str, Any], shard: str) -> None:
+def warn_about_own_data(data: Mapping[str, Any], shard: str) -> None:
     """Warn on the first rank of data that differs, in a script for one process.
 
     Args:
-        given: Data by name, after `compare`.
+        data: Data by name, after `compare`.
         shard: The option of `distribute`.
     """
-    for name, source in given.items():
+    for name, source in data.items():
         if not isinstance(source, Source) or comm.rank() > 0 or shard != "auto":
             continue
         if not (source.is_replicated or source.presharded):

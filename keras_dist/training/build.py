@@ -202,8 +202,8 @@ def start(
             batch_norm.synchronize(model, session.batch_norm, session.undo)
             with session.traced.record_reset(model):
                 pass  # the build has made metrics
-            for hook in session.hooks if is_first else ():
-                hook()
+            if is_first and session.hooks:
+                session.hooks.start()
             if comm.size() > 1:
                 session.traced.noise.prepare(model, session.undo)
 

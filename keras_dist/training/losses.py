@@ -36,8 +36,9 @@ _OVER_BATCH = {"dice", "tversky", "circle"}
 
 # Layers of Keras whose output for a row depends on that row alone, in any number of
 # dimensions. Not `MelSpectrogram` (a maximum over the batch), `Equalization` (and what
-# contains it), `MixUp`, `CutMix`, what pads texts to the longest one, what may encode a
-# batch of single values as one row, and what runs code of other packages.
+# contains it), `RandomElasticTransform` (the first row alone), `MixUp`, `CutMix`, what
+# pads texts to the longest one, what may encode a batch of single values as one row,
+# and what runs code of other packages.
 _NAMES = (
     "Activation ActivityRegularization AdaptiveAveragePooling AdaptiveMaxPooling Add "
     "AdditiveAttention AlphaDropout Attention AutoContrast Average AveragePooling "
@@ -49,7 +50,7 @@ _NAMES = (
     "LSTM LSTMCell LayerNormalization LeakyReLU Masking MaxNumBoundingBoxes MaxPooling "
     "Maximum Minimum MultiHeadAttention Multiply Normalization PReLU Permute Pipeline "
     "RMSNormalization RNN RandomBrightness RandomColorDegeneration RandomColorJitter "
-    "RandomContrast RandomCrop RandomElasticTransform RandomErasing RandomFlip "
+    "RandomContrast RandomCrop RandomErasing RandomFlip "
     "RandomGaussianBlur RandomGrayscale RandomHue RandomInvert RandomPerspective "
     "RandomPosterization RandomRotation RandomSaturation RandomSharpness RandomShear "
     "RandomTranslation RandomZoom ReLU RepeatVector Rescaling Reshape Resizing "
@@ -298,8 +299,8 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if context.rows is None:
         return plain(*args, **kwargs)
     place = context.next_place("compute")
-    given = dict(zip(names, args, strict=False))
-    rows = given | {name: kwargs[name] for name in names if name in kwargs}
+    positional = dict(zip(names, args, strict=False))
+    rows = positional | {name: kwargs[name] for name in names if name in kwargs}
 
     is_gathered, first = place in context.kinds.gathered, 1000 * (place[1] + 1)
 
@@ -307,10 +308,10 @@ def compute_part(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         context.passed.update(loss=place, tracker=place)
 
     def compute(rows: dict[str, Any]) -> Any:
-        positional = [rows[name] for name in given]
+        leading = [rows[name] for name in positional]
         others = {name: rows.get(name, value) for name, value in kwargs.items()}
         start_at(first)  # if it is computed twice, its losses have the same places
-        return plain(*positional, *args[len(given) :], **others)
+        return plain(*leading, *args[len(positional) :], **others)
 
     def compute_own() -> Any:
         # A trial computes both, and one of them counts in means that it updates.

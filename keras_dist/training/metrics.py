@@ -41,12 +41,14 @@ class UpdateCounts:
         last_rows: Rows of the last batch.
         has_rows: `False` if this rank evaluated a copy of another rank's row, so that
             its state must not be counted.
+        is_over: `False` if the results are those of a batch, and more may come.
     """
 
     rows: int = 0
     steps: int = 0
     last_rows: int = 0
     has_rows: bool = True
+    is_over: bool = True
 
 
 def global_result(
@@ -72,6 +74,9 @@ def global_result(
     - What a metric keeps in Python is combined, too (`metric_state`), or an error.
     - If the results still differ, those of the first rank count, with a warning.
 
+    A rank that has evaluated all of its batches takes part in the results of batches
+    until all ranks have: it may have fewer.
+
     Args:
         metrics: `keras.metrics.Metric` objects, the same ones on every rank.
         result: Function that reads the metrics, such as `Model.get_metrics_result`.
@@ -94,17 +99,35 @@ def global_result(
     """
     if comm.size() == 1:
         return result()
+    while True:
+        exact, is_over = _combine_once(metrics, result, seen, starts or {}, logs, sums)
+        if is_over or not seen.is_over:
+            return exact
+
+
+def _combine_once(
+    metrics: Sequence[Any],
+    result: Callable[[], Any],
+    seen: UpdateCounts,
+    starts: Mapping[int, MetricState],
+    logs: Any,
+    sums: Collection[Path] | None,
+) -> tuple[Any, bool]:
+    """Return the value of `global_result`, and whether it is over on all ranks."""
     stateful = stateful_metrics(metrics)
-    with comm.wait_for_all_ranks():
+    with comm.raise_on_all():
         facts = _facts(stateful, logs)
-        begun = [(starts or {}).get(id(metric)) for metric in stateful]
+        begun = [starts.get(id(metric)) for metric in stateful]
         states = [
             (read_state(metric).leave_out(start), start)
             for metric, start in zip(stateful, begun, strict=True)
             if seen.has_rows
         ]
-    comm.agree(facts, advice=_ADVICE)
-    counts, by_rank = zip(*comm.gather((seen, states)), strict=True)
+    facts_by_rank, counts, by_rank = zip(
+        *comm.gather((facts, seen, states)), strict=True
+    )
+    comm.check_equal(facts_by_rank, advice=_ADVICE)
+    is_over = all(count.is_over for count in counts)
     counted = [rank for rank in range(comm.size()) if counts[rank].has_rows]
     fractions = weights([counts[rank].rows for rank in counted])
     found_states = zip(*(by_rank[rank] for rank in counted), strict=True)
@@ -121,7 +144,7 @@ def global_result(
         local_results = _results_by_path(metrics, _on_host(result()))
         exact = _last_step_logs(logs, local_results, exact_results, counts, sums)
     if all(map(is_of_keras, stateful)):
-        return exact
+        return exact, is_over
     # A metric of the user's may read what is not its own: all ranks decide alike.
     own, *others = everyone = comm.gather(exact)
     if comm.rank() == 0 and any(repr(other) != repr(own) for other in others):
@@ -131,7 +154,7 @@ def global_result(
             f"count. Received: {everyone}. Keep all of its state in variables "
             "(`add_variable`)."
         )
-    return own
+    return own, is_over
 
 
 def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:

@@ -7,8 +7,8 @@ draws as many as without that.
 """
 
 import contextlib
-import functools
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,9 +30,14 @@ _OTHERS = (
     "stateless_random_uniform_full_int_v2",
 )
 
-# Those whose arguments have a value for each row, of which a rank has its own alone:
-# each rank draws numbers that no other rank draws, and one process others.
-_BY_ARGUMENTS = ("stateless_random_gamma_v3", "stateless_random_binomial")
+# Types of operations of which each rank draws its own numbers.
+_OWN = re.compile(
+    r"(?:Random|Truncated|Parameterized|StatefulRandom|StatefulStandard|StatefulTrunc"
+    r"|StatefulUniform|Multinomial|StatelessMultinomial)"
+)
+
+# Places of the counter that TensorFlow's kernel of gamma numbers has for each of them.
+_GAMMA_PLACES = 256
 
 
 class StepNoise:
@@ -49,6 +54,7 @@ class StepNoise:
         # A step in which one is made would be traced once more.
         self._generator = keras.random.SeedGenerator(0)
         self._begun: Any = None  # its state as the fit began
+        self.own_draws: list[str] = []
 
     def prepare(self, model: Any, undo: contextlib.ExitStack) -> None:
         """Begin a fit, unless it has begun. All ranks call this.
@@ -78,20 +84,18 @@ class StepNoise:
 
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
-        """Context manager in which a step is traced, or runs eagerly."""
-        own = self._seed
+        """Context manager in which a step is traced, or runs eagerly.
+
+        What a graph draws otherwise than one process is in `own_draws` then.
+        """
+        own, graph = self._seed, tf.compat.v1.get_default_graph()
         assert own is not None  # `prepare` was called before the first step
-        draws: dict[str, Any] = dict.fromkeys(_COUNTED, _skip_rows)
-        draws |= dict.fromkeys(_OTHERS, _take_rows)
-        draws |= dict.fromkeys(_BY_ARGUMENTS, _draw_apart)
-        draws["stateless_multinomial"] = _choose_apart
-        with contextlib.ExitStack() as stack:
-            for name, draw in draws.items():
-                operations = private.random_operations(name)
-                stack.enter_context(mixin.replace_method(operations, name, draw))
-            change = functools.partial(_draw_from, self._generator)
-            stack.enter_context(change(lambda seed: (seed + own) % 2**31))
+        before = 0 if tf.executing_eagerly() else len(graph.get_operations())
+        with draw_rows(self._generator, lambda seed: (seed + own) % 2**31):
             yield
+        if not tf.executing_eagerly():
+            types = {operation.type for operation in graph.get_operations()[before:]}
+            self.own_draws = sorted(filter(_OWN.match, types))
 
     @contextlib.contextmanager
     def draw_common_numbers(self) -> Iterator[None]:
@@ -100,6 +104,27 @@ class StepNoise:
         draw = _draw_from(self._generator, lambda _: self._shared_seed)
         with step_context.enter(without_rows), draw:
             yield
+
+
+@contextlib.contextmanager
+def draw_rows(generator: Any, change: Callable[[int], int | None]) -> Iterator[None]:
+    """Context manager in which a step draws its rows of the numbers of all rows.
+
+    Args:
+        generator: The `SeedGenerator` for functions of `keras.random` without a seed.
+        change: Changes the seed of operations of `tf.random`.
+    """
+    draws: dict[str, Any] = dict.fromkeys(_COUNTED, _skip_rows)
+    draws |= dict.fromkeys(_OTHERS, _take_rows)
+    draws["stateless_random_gamma_v3"] = _draw_gamma
+    draws["stateless_random_binomial"] = _draw_binomial
+    draws["stateless_multinomial"] = _choose_apart
+    with contextlib.ExitStack() as stack:
+        for name, draw in draws.items():
+            operations = private.random_operations(name)
+            stack.enter_context(mixin.replace_method(operations, name, draw))
+        stack.enter_context(_draw_from(generator, change))
+        yield
 
 
 @contextlib.contextmanager
@@ -134,54 +159,74 @@ def _derive_seed(model: Any) -> int:
     return random.Random(repr((given, first, comm.rank()))).getrandbits(31)
 
 
-def _skip_rows(plain: Any, shape: Any, **given: Any) -> Any:
+def _skip_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     """Draw this rank's rows, from the counter's place where they begin."""
     found = _find_rows(shape)
-    if found is None or "counter" not in given:
-        return plain(shape, **given)
+    if found is None or "counter" not in arguments:
+        return plain(shape, **arguments)
+    if "normal" in plain.__name__ and private.is_compiled_by_xla():
+        return _take_rows(plain, shape, **arguments)  # XLA pairs the halves of a draw
     shape, begin, _, times = found
     # Philox makes 128 bits at each place of the counter.
-    group = 2 if tf.as_dtype(given.get("dtype", tf.float32)).size == 8 else 4
+    group = 2 if tf.as_dtype(arguments.get("dtype", tf.float32)).size == 8 else 4
     first = begin * times * tf.reduce_prod(shape[1:])
     steps = tf.cast(tf.stack([first // group, tf.zeros_like(first)]), tf.uint64)
     count = tf.reduce_prod(shape)
-    given["counter"] += steps
-    numbers = plain(tf.reshape(count + group - 1, [1]), **given)
+    arguments["counter"] += steps
+    numbers = plain(tf.reshape(count + group - 1, [1]), **arguments)
     return tf.reshape(tf.slice(numbers, [first % group], [count]), shape)
 
 
-def _take_rows(plain: Any, shape: Any, **given: Any) -> Any:
+def _take_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     """Draw the rows of all ranks, and take this rank's."""
     found = _find_rows(shape)
     if found is None:
-        return plain(shape, **given)
+        return plain(shape, **arguments)
     shape, begin, total, times = found
     rows = shape[:1]
     every = tf.where(times > 0, total * times, rows)
-    whole = plain(tf.concat([every, shape[1:]], 0), **given)
-    begin = tf.minimum(begin * times, every - rows)  # a copy may be behind the last row
-    return tf.reshape(tf.gather(whole, begin + tf.range(rows[0])), shape)
+    whole = plain(tf.concat([every, shape[1:]], 0), **arguments)
+    return tf.reshape(tf.gather(whole, begin * times + tf.range(rows[0])), shape)
 
 
-def _draw_apart(plain: Any, shape: Any, **given: Any) -> Any:
-    """Draw numbers of this rank alone for its rows."""
+def _draw_gamma(plain: Any, shape: Any, *, alpha: Any, **arguments: Any) -> Any:
+    """Draw this rank's rows: number i has its own places of the counter."""
     found = _find_rows(shape)
-    if found is not None:
-        is_own = tf.cast(found[3] > 0, tf.int64) * comm.rank()
-        name, dtype = "counter", tf.uint64
-        if name not in given:
-            name, dtype = "seed", tf.convert_to_tensor(given["seed"]).dtype
-        given[name] += tf.cast(tf.stack([tf.zeros_like(is_own), is_own]), dtype)
-    return plain(shape=shape, **given)
+    if found is None or alpha.shape.rank < found[0].shape[0]:  # `alpha` has no rows
+        return _take_rows(plain, shape, alpha=alpha, **arguments)
+    shape, begin, _, times = found
+    first = _GAMMA_PLACES * begin * times * tf.reduce_prod(shape[1:])
+    steps = tf.cast(tf.stack([first, tf.zeros_like(first)]), tf.uint64)
+    arguments["counter"] += steps
+    return plain(shape, alpha=alpha, **arguments)
 
 
-def _choose_apart(plain: Any, logits: Any, count: Any, seed: Any, **given: Any) -> Any:
+def _draw_binomial(plain: Any, shape: Any, **arguments: Any) -> Any:
+    """Draw this rank's rows; numbers of its own, if its rows have arguments."""
+    names = "counts", "probs"
+    rank = tf.convert_to_tensor(shape).shape[0]
+    if all(arguments[name].shape.rank < rank for name in names):
+        return _take_rows(plain, shape, **arguments)
+    arguments["seed"] = _separate(shape, arguments["seed"])
+    return plain(shape, **arguments)
+
+
+def _choose_apart(
+    plain: Any, logits: Any, count: Any, seed: Any, **arguments: Any
+) -> Any:
     """Choose by numbers of this rank alone for its rows."""
+    return plain(logits, count, _separate(tf.shape(logits), seed), **arguments)
 
-    def choose(shape: Any, seed: Any) -> Any:
-        return plain(logits, count, seed, **given)
 
-    return _draw_apart(choose, tf.shape(logits), seed=seed)
+def _separate(shape: Any, seed: Any) -> Any:
+    """Return the seed of this rank for a draw with rows; the given one for others."""
+    found, seed = _find_rows(shape), tf.convert_to_tensor(seed)
+    if found is None:
+        return seed
+    if trial := step_context.current().trial:
+        trial.has_own_draws = True
+    is_own = tf.cast(found[3] > 0, seed.dtype) * comm.rank()
+    return seed + tf.stack([tf.zeros_like(is_own), is_own])
 
 
 def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
@@ -210,4 +255,6 @@ def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
         shape[0] % length if shape.shape[0] > 1 else shape[0] - length, 0
     )
     times = tf.where(is_rows, shape[0] // length, 0)
-    return shape, tf.cast(begin, tf.int64), tf.cast(total, tf.int64), times
+    begin, total = tf.cast(begin, tf.int64), tf.cast(total, tf.int64)
+    # A copy may be behind the last row.
+    return shape, begin, tf.maximum(total, begin + length), times

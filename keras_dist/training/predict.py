@@ -41,7 +41,7 @@ def predict_in_turns(
     Raises:
         ValueError: On all ranks, if weights or outputs differ between the ranks.
     """
-    with comm.wait_for_all_ranks(), _count_rows(model) as counts:
+    with comm.raise_on_all(), _count_rows(model) as counts:
         # Before: a layer may count what it predicts.
         checksums = read_checksums(model.weights)
         outputs = predict(data.data)

@@ -42,11 +42,11 @@ def agree_on_arrays(data: Mapping[str, Any]) -> None:
     samples = {
         name: [
             _sample(leaf)
-            for leaf in tf.nest.flatten(given, expand_composites=True)
+            for leaf in tf.nest.flatten(arrays, expand_composites=True)
             if leaf is not None and len(leaf.shape) > 0
         ]
-        for name, given in data.items()
-        if is_arrays(given)
+        for name, arrays in data.items()
+        if is_arrays(arrays)
     }
     if differing := first_difference(samples):
         name, rank = differing

@@ -208,17 +208,17 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     meantime: the files of two ranks do not fit together. In one that is there, other
     files stay.
     """
-    given, path = call.arguments, os.fspath(call.arguments["filepath"])
+    arguments, path = call.arguments, os.fspath(call.arguments["filepath"])
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
     is_export = "overwrite" not in call.signature.parameters
-    is_folder = is_export or given.get("zipped") is False
+    is_folder = is_export or arguments.get("zipped") is False
     is_there = os.path.exists(target)
     if is_export and not _is_remote(path):
         os.makedirs(folder, exist_ok=True)
     if (
         _is_remote(path)
-        or (is_there and not given.get("overwrite", True))  # Keras asks the user
+        or (is_there and not arguments.get("overwrite", True))  # Keras asks the user
         or (is_there and os.path.isfile(target) == is_folder)
         or not (is_folder or path.endswith(_EXTENSIONS))
         or not os.path.isdir(folder)
@@ -228,7 +228,7 @@ def _write(own: Callable[..., Any], call: inspect.BoundArguments) -> Any:
         made = os.path.join(draft, name)
         if path.endswith((".h5", ".hdf5")):
             _reserve(made, call.args[0])
-        there = inspect.BoundArguments(call.signature, given | {"filepath": made})
+        there = inspect.BoundArguments(call.signature, arguments | {"filepath": made})
         if not is_export:
             there.arguments["overwrite"] = True  # the draft
         result = own(*there.args, **there.kwargs)

@@ -1,7 +1,7 @@
 """What a model that trains on many ranks remembers: `Session` and `TracedFunctions`."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,7 @@ def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
 
 # The data of an evaluation of a callback, which may run on one rank only. All ranks run
 # the others, with results over all rows.
-ALONE = Feed(data=None)
+LOCAL_EVALUATION = Feed(data=None)
 
 
 @dataclass
@@ -150,8 +150,8 @@ class Session:
         attaches: Whether this fit lets the optimizers average.
         rates: See `scale_rate`: the full factor on learning rates, the steps until
             then, and the steps of one process that one step stands for in schedules.
-        hooks: What is called before the first step, when all variables exist and none
-            has changed, such as copies of weights to all ranks.
+        hooks: The `FitHooks`: what runs around Keras's loop, and before the first step,
+            when all variables exist and none has changed.
         has_started: Whether everything is built and copied in this fit.
         has_run: Whether the model's own train step has begun in this fit.
         calls: How often the train function was called in this fit.
@@ -161,13 +161,9 @@ class Session:
         is_verbose: Whether the fit prints what it does.
         feed: The training data.
         validation: The data on which Keras's loop evaluates.
-        averages: Whether the state of metrics is summed over all ranks.
+        sums_metrics: Whether the state of metrics is summed over all ranks.
         evaluation: The data of the evaluation that is running; `None` in a training.
         rows_restored: Rows of this epoch that the process before a resume trained on.
-        before_predict: Synchronizes statistics before all ranks predict in this fit.
-        end_loop: What ends the fit after the hooks of `last_callback`, in a loop of the
-            user's own.
-        last_callback: The last `FitCallback` of the list.
         undo: What undoes all changes to the model and its optimizers.
     """
 
@@ -177,7 +173,7 @@ class Session:
     outer: "Session | None" = None
     attaches: bool = False
     rates: tuple[float, int, int] = (1.0, 0, 1)
-    hooks: list[Callable[[], None]] = field(default_factory=list)
+    hooks: Any = None
     has_started: bool = False
     has_run: bool = False
     calls: int = 0
@@ -186,25 +182,15 @@ class Session:
     is_verbose: bool = False
     feed: Feed = Feed(data=None)
     validation: Feed = Feed(data=None)
-    averages: bool = False
+    sums_metrics: bool = False
     evaluation: Feed | None = None
     rows_restored: int = 0
-    before_predict: Callable[[], None] = lambda: None
-    end_loop: Callable[[], None] = lambda: None
-    last_callback: Any = None
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def feeds(self) -> list[Feed]:
         """The data that may hold an error which the user's data raised."""
-        return [self.feed, self.validation, self.evaluation or ALONE]
-
-    def call_at_start(
-        self, hook: Callable[[], None], *, is_first: bool = False
-    ) -> None:
-        """Add a hook before or behind all others, unless it is there."""
-        if hook not in self.hooks:
-            self.hooks.insert(0 if is_first else len(self.hooks), hook)
+        return [self.feed, self.validation, self.evaluation or LOCAL_EVALUATION]
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data begin an epoch."""
@@ -273,9 +259,9 @@ class Session:
 
     def runs_on_all(self) -> bool:
         """Return True if a result that is read now is one over all ranks."""
-        if step_context.is_inside() or not self.averages:
+        if step_context.is_inside() or not self.sums_metrics:
             return False
-        return self.evaluation is not ALONE
+        return self.evaluation is not LOCAL_EVALUATION
 
     @contextlib.contextmanager
     def evaluate(self, feed: Feed, **state: Any) -> Iterator[None]:

@@ -19,13 +19,13 @@ from keras_dist.data.batch_rows import (
 )
 from keras_dist.lines import say, warn
 from keras_dist.optimizer import step_context
-from keras_dist.optimizer.attach import averages, check_again, only_attached
+from keras_dist.optimizer.attach import averages_gradients, check_again, only_attached
 from keras_dist.optimizer.reduce import explain_updates
 from keras_dist.optimizer.step_context import Request
 from keras_dist.training import build, losses, metrics, trial
 from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
-from keras_dist.training.session import ALONE, Session, session_of
+from keras_dist.training.session import LOCAL_EVALUATION, Session, session_of
 
 
 class PredictsAlone:
@@ -117,7 +117,9 @@ class DistributedStep(PredictsAlone):
                     if self.train_function is not train:
                         return self.train_function(iterator)
                 with _check_step_runs(self):
-                    return function(iterator)
+                    logs = function(iterator)
+                _say_own_draws(session)
+                return logs
 
         self.train_function = train
 
@@ -139,8 +141,9 @@ class DistributedStep(PredictsAlone):
         build.prepare_optimizers(self)
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session, is_of_fit = self._distributed_session, kwargs.get(private.OF_FIT)
-        with session.evaluate(session.validation if is_of_fit else ALONE):
+        session, is_validation = session_of(self), kwargs.get(private.CALLED_BY_FIT)
+        feed = session.validation if is_validation else LOCAL_EVALUATION
+        with session.evaluate(feed):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:
@@ -168,6 +171,12 @@ class DistributedStep(PredictsAlone):
         # All ranks agree on it after the next update, or at the end of the epoch.
         request = Request.STOP if value else Request.NOTHING
         self._distributed_session.traced.requests.ask(request)
+
+
+def batch_logs(model: Any, logs: Any) -> Any:
+    """Return the logs of a batch over all ranks, after its step; a collective."""
+    plain = super(DistributedStep, model).get_metrics_result  # type: ignore[misc]
+    return _results(model, plain, logs, is_over=False)
 
 
 def count_rows(model: Any, data: Any) -> tuple[Any, BatchRows]:
@@ -256,7 +265,7 @@ def ignore_copy(model: Any, has_rows: Any) -> Iterator[None]:
 
 def split_losses(model: Any, own_step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the step with its losses and logs as parts of the global batch's."""
-    if not averages(model):
+    if not averages_gradients(model):
         return own_step
     found = session_of(model).traced.trial or trial.Trial()
     return losses.split_step(model, own_step, found.kinds)
@@ -317,6 +326,13 @@ def _check_step_runs(model: Any) -> Iterator[None]:
     _check_has_run(model)
 
 
+def _say_own_draws(session: Session) -> None:
+    """Say, after the first step, which random numbers are not those of one process."""
+    draws, session.traced.noise.own_draws = session.traced.noise.own_draws, []
+    if draws and session.is_verbose and comm.rank() == 0:
+        say(f"random numbers: each rank's own, from {', '.join(draws)}")
+
+
 def _check_has_run(model: Any) -> None:
     if comm.size() > 1 and not session_of(model).has_run:
         override = "make_train_function` of its own"
@@ -335,7 +351,7 @@ def _start(model: Any, batch: Any) -> None:
     """Build the model, copy it to all ranks and try its step, before it is traced."""
     session, own_step = session_of(model), own_train_step(model)
     build.start(model, batch, own_step, is_eager=model.run_eagerly)
-    traced, is_averaged = session.traced, comm.size() > 1 and averages(model)
+    traced, is_averaged = session.traced, comm.size() > 1 and averages_gradients(model)
     if traced.trial is None and is_averaged and not losses.needs_no_trial(model):
         _try_step(model, batch)
     global_rows = int(comm.sum(int(num_rows(batch))))
@@ -348,8 +364,7 @@ def _try_step(model: Any, batch: Any) -> None:
     runner = traced.runner or trial.Runner(model, own_train_step(model))
     found, before = trial.try_step(runner, batch), traced.trial
     if session.feed.plan.is_global:
-        with comm.wait_for_all_ranks():
-            _check_batch_weights(model, batch, found.reason)
+        _check_batch_weights(model, batch, found.reason)
     if before is not None:  # and its states were named
         found = replace(before.add(found), states=())
     if str(found) != str(before):  # both with the seconds of the first
@@ -376,11 +391,18 @@ def _check_batch_weights(model: Any, batch: Any, reason: str) -> None:
         )
 
 
-def _results(model: Any, own_result: Callable[[], Any], logs: Any = None) -> Any:
+def _results(
+    model: Any,
+    own_result: Callable[[], Any],
+    logs: Any = None,
+    *,
+    is_over: bool = True,
+) -> Any:
     session = session_of(model)
     if not session.runs_on_all():
         return own_result()
-    seen, starts = session.update_counts(), session.traced.starts
+    seen = replace(session.update_counts(), is_over=is_over)
+    starts = session.traced.starts
     sums: Any = session.traced.trial.summed_logs if session.traced.trial else ()
     if session.evaluation is not None and session.evaluation.is_dealt:
         sums = None

@@ -14,10 +14,10 @@ What is 0 hides its kind, as a loss whose weight begins at 0. So the step is als
 with other values of scalar variables that are 0; and what was 0 nevertheless is not
 seen yet, and tried again on later batches.
 
-In a trial, `Dropout` and its kin are off, and `BatchNormalization` uses the statistics
-of the whole batch. A step that draws random numbers otherwise is tried with rows that
-are repeated: that multiplies a sum, and not a mean. Afterwards all variables have the
-values that they had before.
+In a trial, a part draws its rows of the whole batch's random numbers, as a rank does,
+and `BatchNormalization` uses the statistics of the whole batch. A step that draws by
+`tf.random` is tried with rows that are repeated: that multiplies a sum, and not a mean.
+Afterwards all variables have the values that they had before.
 """
 
 import contextlib
@@ -44,12 +44,12 @@ from keras_dist.optimizer.step_context import LossKinds, StepContext, StepPlace
 from keras_dist.training.batch_norm import GlobalMoments, explain_unsynchronized
 from keras_dist.training.losses import (
     explain_row_mixers,
-    is_keras_method,
     split_step,
 )
 from keras_dist.training.metric_state import preserve_metrics, set_state
 from keras_dist.training.metric_state import read_state as read_metric
 from keras_dist.training.metrics import stateful_metrics
+from keras_dist.training.noise import draw_rows
 from keras_dist.training.remember import list_variables, preserve_variables
 from keras_dist.training.rows import row_bytes
 from keras_dist.training.state_trial import (
@@ -85,9 +85,6 @@ _TIMES, _RUNS = 4, 4
 
 # At the start the scale of Keras lets many gradients of float16 overflow.
 _LOSS_SCALE = 128.0
-
-# Attributes that make layers of Keras random.
-_RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
 @dataclass(frozen=True)
@@ -239,7 +236,7 @@ def try_alone(runner: "Runner", data: Any) -> Trial:
         with (
             preserve_generators(),
             preserve_variables(seeds),
-            _without_noise(model),
+            _share_moments(model),
             # The ranks may make different numbers of runs.
             comm.without_collectives("the step calls a collective"),
         ):
@@ -314,7 +311,7 @@ class TrialRun:
         self.shared: list[Any] = []
         self.numbers: dict[StepPlace, Any] = {}
         self.gatherable: dict[StepPlace, int] = {}  # bytes of a row
-        self.has_gathered = False
+        self.has_gathered = self.has_own_draws = False
 
     def take_from_whole(self, value: Any) -> Any:
         """Return the value that the run of the whole batch had here."""
@@ -373,11 +370,12 @@ class Runner:
         self._rows = 0
         self._kinds = LossKinds()
         self._functions: dict[Any, Any] = {}
+        self._generator = keras.random.SeedGenerator(0)
         self._is_of_fixed_rows = False
         # Of the last run, or trace:
         self._places: list[StepPlace] = []
         self._gatherable: dict[StepPlace, float] = {}
-        self._has_gathered = False
+        self._has_gathered = self._has_own_draws = False
         self._changed: list[Any] = []
         self._untracked: list[StateDifference] = []
         halves = {"float16", "bfloat16"}
@@ -521,7 +519,9 @@ class Runner:
         return self._kinds != before
 
     def _is_random(self, whole: Run) -> bool:
-        """Return True if the step gives something else if it runs again."""
+        """Return True if a part may draw other numbers than the whole has there."""
+        if self._has_own_draws:
+            return True
         self._kinds = LossKinds()  # which the whole was traced with
         again = self._compare_updates(whole, [self._run(self._leaves)], [1.0])
         return "neither" in again[0].values()
@@ -585,17 +585,19 @@ class Runner:
         fraction: float = 1.0,
         shared: list[Any] | None = None,
     ) -> Run:
-        """Run the step on rows, and put back what it changes but random generators."""
+        """Run the step on rows; put back all but `tf.random.Generator`s."""
         function, others = self._step_on, []
         if not self.model.run_eagerly:
             function = self._trace_for(leaves, shared)
             kept = {id(variable.value) for variable in list_variables(self.model)}
             # What the model does not keep.
             others = [v for v in function.graph.variables if id(v) not in kept]
-        variables = [*list_variables(self.model), *others]
+        variables = [*list_variables(self.model), *others, self._generator.state]
         metrics = stateful_metrics(self.model.metrics)
         with (
-            preserve_variables([v for v in variables if not _is_seed(v)]) as before,
+            preserve_variables(
+                [v for v in variables if not _is_seed(v, lengths=[3])]
+            ) as before,
             preserve_metrics(metrics),
         ):
             for metric in metrics:
@@ -610,7 +612,8 @@ class Runner:
             state = read_state(self.model)
             outside, is_eager = set(map(id, others)), self.model.run_eagerly
             asked = [pair for pair in before if is_eager or id(pair[0]) in outside]
-            self._changed = [v for v, old in asked if differs(v, old)]
+            changed = [v for v, old in asked if differs(v, old)]
+            self._changed = [v for v in changed if not _is_seed(v)]
             self._untracked = list_untracked_state(
                 self.model, () if is_eager else self._changed
             )
@@ -669,14 +672,21 @@ class Runner:
         rows, global_rows = num_rows(data), self._rows * comm.size()
         context = StepContext(
             rows=rows,
-            rows_of_all=tf.cast(rows, tf.float64) / fraction,
+            length=rows,
+            begin=begin,
+            rows_of_all=tf.round(tf.cast(rows, tf.float64) / fraction),
             global_rows=global_rows,
             recorded=calls,
             trial=run,
         )
-        with step_context.enter(context), step_context.run_inline():
+        with (
+            step_context.enter(context),
+            step_context.run_inline(),
+            draw_rows(self._generator, lambda seed: seed),
+        ):
             split_step(self.model, self._step, self._kinds)(data)
         self._has_gathered = run.has_gathered
+        self._has_own_draws |= run.has_own_draws
         self._gatherable = {
             place: found * global_rows / 2**20
             for place, found in run.gatherable.items()
@@ -780,27 +790,19 @@ def _any_rows(leaf: Any) -> Any:
     return type(spec)(shape, spec.dtype)
 
 
-def _is_seed(variable: Any) -> bool:
-    """Return True for the state of a generator of Keras, or of TensorFlow."""
+def _is_seed(variable: Any, *, lengths: Sequence[int] = (2, 3)) -> bool:
+    """Return True for the state of a generator of Keras (2), or of TensorFlow (3)."""
     dtype, shape = keras.backend.standardize_dtype(variable.dtype), variable.shape
-    return dtype == "int64" and tuple(shape) in ((2,), (3,))
+    return dtype == "int64" and tuple(shape) in [(length,) for length in lengths]
 
 
 @contextlib.contextmanager
-def _without_noise(model: Any) -> Iterator[None]:
-    """Context manager in which layers of Keras such as `Dropout` do nothing.
-
-    All layers of `BatchNormalization` have the moments of the whole batch.
-    """
+def _share_moments(model: Any) -> Iterator[None]:
+    """Context manager in which `BatchNormalization` has the whole batch's moments."""
     with contextlib.ExitStack() as stack:
         for layer in private.layers_of(model):
             if isinstance(layer, keras.layers.BatchNormalization):
                 stack.enter_context(mixin.use(layer, GlobalMoments))
-            for name in _RATES:
-                value = vars(layer).get(name)
-                if isinstance(value, int | float) and is_keras_method(layer, "call"):
-                    stack.callback(setattr, layer, name, value)
-                    setattr(layer, name, 0.0)
         yield
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_dist.data.arrays import Arrays, read_rows
 from keras_dist.data.batch_rows import own_span, take_off
-from keras_dist.data.division import Division, ShardSpec
+from keras_dist.data.division import Division, ReadContext
 from keras_dist.data.pipeline import as_untuned
 
 CASES = list(itertools.product(range(1, 5), range(1, 6), range(1, 40)))
@@ -31,9 +31,9 @@ def divide(size, batch_size, steps=None, *, rows=NUM_ROWS, at=None, facts=None):
         at: A position of another `Division` to begin at.
         facts: Of that one.
     """
-    spec = ShardSpec(0, size, position=at, facts_before=facts)
+    context = ReadContext(0, size, position=at, facts_before=facts)
     per_step = size * batch_size
-    return Division.of(spec, rows, per_step=per_step, unit="rows", steps=steps)
+    return Division.of(context, rows, per_step=per_step, unit="rows", steps=steps)
 
 
 def test_ranks_read_the_batches_of_one_process():

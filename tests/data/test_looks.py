@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from keras_dist.data.adapters import adapt_batches
-from keras_dist.data.division import ShardSpec
+from keras_dist.data.division import ReadContext
 from keras_dist.data.source import Source
 
 ROWS, BATCH, BATCHES = 36, 4, 9
@@ -78,11 +78,11 @@ def test_a_pass_of_one_rank_reads_all(size):
     for number in range(max(2, TIMES // 20)):
         dataset = pipeline.cache()
         for rank in range(size):
-            spec = ShardSpec(rank, size, keeps_position=size == 1)
+            context = ReadContext(rank, size, keeps_position=size == 1)
             # Kept until the pass is read, as by a feed.
             source = Source(dataset)
             source.is_replicated = True
-            own = adapt_batches(source, spec, is_training=bool(number % 2))
+            own = adapt_batches(source, context, is_training=bool(number % 2))
             steps = own.length or BATCHES
             for _, _batch in zip(range(int(steps)), own.data, strict=False):
                 pass

@@ -18,6 +18,8 @@ from models import update
 
 import keras_dist
 
+FIT = {"shuffle": False, "verbose": 0}
+
 
 def shard(rows, world):
     """This rank's rows, sharded by hand as for a plain `model.fit`."""
@@ -54,6 +56,26 @@ def test_callbacks_alone_train_like_one_process(world, rows, make_model, is_jitt
     assert set(logs) == {*oracle.history, "rows_per_second"}
 
 
+@pytest.mark.several_ranks
+def test_our_callbacks_may_stand_in_any_order(world, rows):
+    """One of the user's between them reads all logs, and statistics of all ranks."""
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(("rows_per_second" in logs, self.model.get_weights()[2]))
+
+    seen, kinds = [], [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *kinds])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    ours = [keras_dist.StopTogether(), keras_dist.BroadcastVariables(), Reads()]
+    ours += [keras_dist.AverageStatistics(), keras_dist.Throughput()]
+    model.fit(*shard(rows, world), batch_size=8, callbacks=ours, epochs=2, **FIT)
+    for is_logged, mean in seen:
+        assert is_logged
+        assert_same_bits([mean], keras_dist.broadcast([mean]))
+    assert len(seen) == 2
+
+
 class Interrupts(keras.callbacks.Callback):
     """The user's Ctrl-C, after the second batch."""
 
@@ -62,7 +84,6 @@ class Interrupts(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-FIT = {"shuffle": False, "verbose": 0}
 NEXT = ["fit", "dist_fit", "train_on_batch", "compile"]
 
 

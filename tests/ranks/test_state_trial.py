@@ -153,7 +153,9 @@ def test_random_steps_are_not_blamed(world):
 
     class Noise(keras.layers.Layer):
         def call(self, x):
-            return x + keras.random.normal(ops.shape(x), dtype="float64")
+            return x + tf.random.normal(ops.shape(x), dtype="float64")
 
     messages, _ = messages_of([Noise()], [PerBatch()])
     assert not [text for text in messages if "per_batch" in text]
+    messages, _ = messages_of([keras.layers.GaussianNoise(1.0)], [PerBatch()])
+    assert len(messages) == (world.rank == 0)  # this noise is the same in each part

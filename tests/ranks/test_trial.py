@@ -177,6 +177,23 @@ def test_a_layer_of_keras_that_compares_rows_is_named(world, name):
     assert all(f"{name}: a row's output may depend on" in text for text in texts)
 
 
+@pytest.mark.parametrize("name", ["MixUp", "CutMix", "RandomElasticTransform"])
+def test_an_augmentation_that_mixes_rows_is_named(world, name):
+    """Its numbers are those of one process, and its rows are this rank's alone."""
+    keras.utils.clear_session()
+    augment = getattr(keras.layers, name)(dtype="float32", name="augment")
+    model = keras.Sequential([keras.Input((4, 4, 3)), augment])
+    model.add(keras.layers.Flatten())
+    model.add(keras.layers.Dropout(0.2))
+    model.add(keras.layers.Dense(1, dtype="float32"))
+    model.compile("sgd", "mse", jit_compile=False)
+    x = 255 * RANDOM.uniform(size=(48, 4, 4, 3)).astype("float32")
+    given = {"batch": "global", "batch_size": 24, "shuffle": False, "verbose": 0}
+    with warned("augment: a row's output may depend on other rows") as texts:
+        keras_dist.dist_fit(model, x, x[:, 0, 0, :1], **given)
+    assert len(texts) == (world.rank == 0)
+
+
 @pytest.mark.three_ranks
 def test_what_compares_rows_in_later_batches_alone_is_named(world):
     """As a spectrogram does whose loudest row hides no other in the first batch."""

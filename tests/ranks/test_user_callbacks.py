@@ -10,6 +10,7 @@ from functools import partial
 import keras
 import pytest
 from claims import (
+    assert_close,
     assert_equal_to_the_bit,
     assert_same_bits,
     gather_errors,
@@ -21,6 +22,7 @@ from claims import (
 from models import vectors
 
 import keras_dist
+from keras_dist.callbacks.user_callbacks import reads_batch_logs
 
 several_ranks = pytest.mark.several_ranks
 
@@ -313,3 +315,117 @@ def test_what_the_first_rank_knows_after_the_fit_is_there_on_all(folder):
     history = keras_dist.dist_fit(model, x, y, epochs=2, verbose=0, callbacks=callbacks)
     assert best.best == min(history.history["loss"])
     assert diary.losses == history.history["loss"] and diary.note == {"epochs": 2}
+
+
+class HalvesRate(keras.callbacks.Callback):
+    """Halves the rate after a batch that raised the mean loss of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.logs, self.tested = [], {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.logs and logs["loss"] > self.logs[-1]["loss"]:
+            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate / 2
+        self.logs.append(dict(logs))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.tested = dict(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        # The first rank tests most batches; by its last one, all ranks have tested all.
+        self.logs.append(keras_dist.broadcast(self.tested))
+
+
+class Older(keras.callbacks.Callback):
+    """Reads logs by the older name of the hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.logs = []
+
+    def on_batch_end(self, batch, logs=None):
+        self.logs.append(dict(logs or {}))
+
+
+class OwnLogs(keras.Model):
+    """Its step returns the loss of the batch, and the mean, by names of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        loss = keras.losses.mean_squared_error(data[1], self(data[0]))
+        return {"now": keras.ops.mean(loss), "so far": logs["loss"]}
+
+
+@pytest.mark.three_ranks
+@several_ranks
+@pytest.mark.parametrize("kind", ["metrics", "own logs", "several steps"])
+def test_logs_of_batches_are_those_of_one_process(kind):
+    """And what a callback decides by them: 1e-5, uneven last batches included."""
+    x, y = vectors(45)
+    if kind == "own logs":
+        make, how = OwnLogs, {}
+    else:
+
+        def make():
+            layer = keras.layers.Dense(1, "sigmoid", kernel_initializer="ones")
+            return keras.Sequential([keras.Input((5,)), layer])
+
+        steps = 2 if kind == "several steps" else 1
+        how = {"metrics": ["mae", "auc"], "steps_per_execution": steps}
+
+    def train(fit, **options):
+        model = make()
+        model.compile(keras.optimizers.SGD(0.9), "mse", jit_compile=False, **how)
+        halves, older, printed = HalvesRate(), Older(), []
+        lambdas = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: printed.append(logs["loss"])
+        )
+        callbacks = [halves, older] + [lambdas] * (kind == "metrics")
+        rows = {"batch_size": 12, "epochs": 3, "shuffle": False, "verbose": 0}
+        if kind != "own logs":
+            rows |= {"validation_data": (x[:30], y[:30]), "validation_batch_size": 4}
+        else:
+            halves.on_train_batch_end = lambda batch, logs: halves.logs.append(logs)
+        fit(model, x, y, callbacks=callbacks, **rows, **options)
+        rate = float(model.optimizer.learning_rate)
+        return [rate, *printed], halves.logs, older.logs
+
+    expected = train(keras.Model.fit)
+    found = train(keras_dist.dist_fit, batch="global")
+    assert (expected[0][0] < 0.8) == (kind != "own logs")  # was it halved?
+    keras.tree.map_structure(
+        lambda own, other: assert_close([own], [other]), found, expected
+    )
+
+
+def test_logs_that_nobody_reads_are_not_exchanged():
+    """Nor for the first rank alone: a hook that never loads `logs` does not read it."""
+
+    class Counts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.batch = batch
+
+    class Passes(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, **more):
+            self.more = more
+
+    class Keeps(keras.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None):
+            self.read = lambda: logs
+
+    hook = "on_train_batch_end"
+    lambdas = [
+        keras.callbacks.LambdaCallback(**{hook: lambda batch, logs: batch}),
+        keras.callbacks.LambdaCallback(**{hook: lambda batch, logs: print(logs)}),
+    ]
+    others = keras.callbacks.TerminateOnNaN(), keras_dist.first_rank_only(HalvesRate())
+    given = Counts(), *others, lambdas[0], lambdas[1], Passes(), Keeps(), HalvesRate()
+    assert list(map(reads_batch_logs, given)) == [False] * 4 + [True] * 4
