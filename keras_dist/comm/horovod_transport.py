@@ -149,6 +149,8 @@ class HorovodTransport(Transport):
         threads: Ids of the threads that Horovod has started.
     """
 
+    is_horovod = True
+
     def __init__(self, module: ModuleType, world: World, threads: set[int]) -> None:
         self._module, self.world, self.ignored_threads = module, world, threads
         is_nccl = "NCCL" in self.describe()

@@ -74,6 +74,10 @@ _GRADIENTS = {
     "alltoall": "alltoall",
 }
 
+# TensorFlow's operations, which have no gradients; this file has them.
+_USED = ["CollectiveReduceV2", "CollectiveGatherV2"]
+_USED += ["CollectiveBcastSendV2", "CollectiveBcastRecvV2"]
+
 _MISMATCH = "Mismatched data types, shapes or root ranks in a collective of the ranks"
 
 
@@ -170,6 +174,9 @@ class TensorFlowTransport(Transport):
         self._generation, self._is_telling, self._is_aborted = 0, False, False
         self._canceler, self._listeners = private.Canceler(), 0
         self._lock, self._is_over = threading.RLock(), threading.Event()
+        for operation in _USED:
+            with contextlib.suppress(KeyError):  # somebody has done so
+                tf.no_gradient(operation)
         self._set_generation(0)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -205,15 +212,15 @@ class TensorFlowTransport(Transport):
     def _take_part(
         self, function: str, total: Any, tensor: Any, name: str, **options: Any
     ) -> Any:
-        """Return this rank's part of the gradients of all ranks."""
-        rank = self.world.rank
+        """Return this rank's part of the gradients of all: a mean, as Horovod's."""
+        rank, mean = self.world.rank, total / self.world.size
         if function == "broadcast":
-            return total if rank == options["root_rank"] else tf.zeros_like(total)
+            return mean if rank == options["root_rank"] else tf.zeros_like(mean)
         if function == "allgather":
             rows = tf.shape(tensor)[:1]
             before = self._run("allgather", rows, f"{name}.rows")[:rank]
-            return total[tf.reduce_sum(before) :][: rows[0]]
-        return total / self.world.size if options.get("op") == _AVERAGE else total
+            return mean[tf.reduce_sum(before) :][: rows[0]]
+        return total
 
     def _run(self, function: str, tensor: Any, name: str, **options: Any) -> Any:
         """Run a collective; outside of a graph, in a function that can be canceled."""

@@ -17,15 +17,12 @@ import tensorflow as tf
 from keras_dist import private
 from keras_dist.comm.world import World
 from keras_dist.launch.monitor import end_note, record
-from keras_dist.launch.monitor.rank_process import SHUT_DOWN
+from keras_dist.launch.monitor.rank_process import ENDED
 
 # What users choose a transport by, and its values.
 VARIABLE, HOROVOD, TENSORFLOW = "KERAS_DIST_TRANSPORT", "horovod", "tensorflow"
 
 INSTALL = "keras-dist install-horovod"
-
-# What the errors of collectives say if another rank has ended: Horovod's, and ours.
-_ENDED = "Horovod has been shut down", SHUT_DOWN
 
 
 class Transport(ABC):
@@ -34,11 +31,13 @@ class Transport(ABC):
     Attributes:
         world: Rank and size, as the transport knows them.
         most_elements: The largest number of elements of a tensor; 0 for any.
+        is_horovod: Whether all functions of Horovod can be called.
         ignored_threads: Ids of threads that poll, which are no sign of progress.
     """
 
     world: World
     most_elements: int = 0
+    is_horovod: bool = False
     ignored_threads: Collection[int] = ()
 
     @abstractmethod
@@ -137,7 +136,7 @@ def explain_errors() -> Iterator[None]:
     try:
         yield
     except (tf.errors.UnknownError, tf.errors.UnavailableError) as error:
-        if not any(text in str(error) for text in _ENDED):
+        if not any(text in str(error) for text in ENDED):
             raise
         raise RuntimeError(end_note.describe_ended_rank()) from None
     except RuntimeError as error:  # Ctrl-C came as TensorFlow made its own error

@@ -20,6 +20,7 @@ from typing import Any
 
 from keras_dist import comm
 from keras_dist.comm import horovod_transport, local_rank, local_size, rank, size
+from keras_dist.comm.runtime import connected_link
 from keras_dist.horovod import callbacks
 from keras_dist.horovod.collectives import (
     Adasum,
@@ -100,10 +101,18 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         AttributeError: If it is not one of `FROM_HOROVOD`.
-        RuntimeError: If Horovod cannot be imported.
+        RuntimeError: If Horovod cannot be imported, or does not connect the ranks.
     """
     if name not in FROM_HOROVOD:
         raise AttributeError(f"module 'keras_dist.horovod' has no attribute {name!r}")
+    link = connected_link()
+    is_fact = name.endswith(("_built", "_enabled", "_supported"))
+    if not (link is None or link.is_horovod or is_fact):
+        raise RuntimeError(
+            f"`{name}` is Horovod's own. Received: a job whose ranks are connected by "
+            f"{link.describe()}. Run `keras-dist install-horovod`, and set no "
+            "KERAS_DIST_TRANSPORT."
+        )
     return getattr(horovod_transport.library(), name)
 
 

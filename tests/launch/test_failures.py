@@ -32,9 +32,11 @@ def test_data_that_fails_after_a_callback_has_read_results_ends_all(run_ranks):
     assert (code, failed) == (1, 1) and "KeyError" in out and "tea" in out
 
 
-def test_a_rank_that_leaves_while_others_train_is_the_cause():
+@pytest.mark.parametrize("transport", ["horovod", "tensorflow"])
+def test_a_rank_that_leaves_while_others_train_is_the_cause(transport):
     """By `sys.exit(0)`: in the headline, and by the rank that had to fail for it."""
-    done = launch([MISBEHAVES], ranks=2, env={"MISBEHAVES": "leave epoch-3 1"})
+    env = {"MISBEHAVES": "leave epoch-3 1", "KERAS_DIST_TRANSPORT": transport}
+    done = launch([MISBEHAVES], ranks=2, env=env)
     assert done.returncode == 1, done.stderr
     text = "ended with no error in epoch 3 while others were training."
     report = done.stderr[done.stderr.rindex("keras-dist: rank 1 failed first") :]

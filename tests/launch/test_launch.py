@@ -46,19 +46,31 @@ def run(*words, **variables):
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"),
+    ("case", "ranks", "transport"),
     [
-        ("raise", 2),
-        ("kill", 2),
-        *(pytest.param(case, 2, marks=pytest.mark.long) for case in _SELDOM),
-        *(pytest.param(case, 3, marks=pytest.mark.long) for case in ("raise", "kill")),
+        ("raise", 2, "horovod"),
+        ("kill", 2, "horovod"),
+        ("kill", 2, "tensorflow"),
+        *(
+            pytest.param(case, 2, transport, marks=pytest.mark.long)
+            for case in ("raise", *_SELDOM)
+            for transport in ("horovod", "tensorflow")[case == "raise" :]
+        ),
+        *(
+            pytest.param(case, 3, transport, marks=pytest.mark.long)
+            for case in ("raise", "kill")
+            for transport in ("horovod", "tensorflow")
+        ),
     ],
 )
-def test_the_first_failure_is_read_first_and_nothing_is_left(left_behind, case, ranks):
+def test_the_first_failure_is_read_first_and_nothing_is_left(
+    left_behind, case, ranks, transport
+):
     """Its own traceback, a line for each other rank, its exit code, within 10 s."""
     failing = {"exit": 0, "kill": ranks - 1}.get(case, 1)
     where = "batch-20" if case == "generator" else "step-7"
-    done = run("-np", ranks, MISBEHAVES, MISBEHAVES=f"{case} {where} {failing}")
+    env = {"MISBEHAVES": f"{case} {where} {failing}", "KERAS_DIST_TRANSPORT": transport}
+    done = run("-np", ranks, MISBEHAVES, **env)
     ended = time.time()
     begin, code = _CASES[case]
     report = done.stderr[done.stderr.index("keras-dist: rank") :].splitlines()

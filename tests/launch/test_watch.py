@@ -13,19 +13,22 @@ ENDS_SOON = {"KERAS_DIST_STALL_SECONDS": "3"}
 
 
 @pytest.mark.parametrize(
-    ("where", "ranks", "launcher"),
+    ("where", "ranks", "launcher", "transport"),
     [
-        ("callback-7", 2, "keras-dist"),
-        pytest.param("batch-20", 3, "keras-dist", marks=pytest.mark.long),
-        pytest.param("callback-7", 2, "horovodrun", marks=pytest.mark.long),
+        ("callback-7", 2, "keras-dist", "horovod"),
+        ("callback-7", 2, "keras-dist", "tensorflow"),
+        pytest.param("batch-20", 3, "keras-dist", "horovod", marks=pytest.mark.long),
+        pytest.param("callback-7", 2, "horovodrun", "horovod", marks=pytest.mark.long),
+        pytest.param("batch-20", 3, "horovodrun", "tensorflow", marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_sleeps_for_ever_is_named(where, ranks, launcher):
+def test_a_rank_that_sleeps_for_ever_is_named(where, ranks, launcher, transport):
     """All print their stacks; the line in which it sleeps comes first.
 
     Under any launcher: the ranks report their status through its store.
     """
     env = ENDS_SOON | {"MISBEHAVES": f"sleep {where} 1"}
+    env["KERAS_DIST_TRANSPORT"] = transport
     done = launch([MISBEHAVES], ranks=ranks, launcher=launcher, env=env)
     is_ours, lines = launcher == "keras-dist", f"\n{done.stderr}"
     for rank in range(ranks):

@@ -159,11 +159,22 @@ def test_collectives_take_numbers_lists_arrays_tensors_and_variables():
     rows = np.arange(size * 2, dtype="float32")
     half = hvd.grouped_reducescatter([rows], compression=hvd.Compression.fp16)
     assert half[0].numpy().tolist() == [2 * rank, 2 * rank + 1]
-    if size > 1:
-        rows = hvd.alltoall(tf.constant([[rank, other] for other in range(size)]))
-        assert rows.numpy().tolist() == [[other, rank] for other in range(size)]
     with pytest.raises(ValueError, match="replaces `average`"):
         hvd.allreduce(1.0, average=True, op=hvd.Sum)
+
+
+def test_what_is_horovods_own_is_there_or_an_error_says_how_to_install_it():
+    """Over TensorFlow's collectives `alltoall`, process sets and the timeline."""
+    rank, size = hvd.rank(), hvd.size()
+    if "TensorFlow" in keras_dist.comm.transport_name():
+        for name in ("alltoall", "join", "ProcessSet", "start_timeline"):
+            with pytest.raises(RuntimeError, match="keras-dist install-horovod"):
+                getattr(hvd, name)
+        with pytest.raises(RuntimeError, match="no process sets.*install-horovod"):
+            hvd.allreduce(1.0, process_set=[0])
+    elif size > 1:
+        rows = hvd.alltoall(tf.constant([[rank, other] for other in range(size)]))
+        assert rows.numpy().tolist() == [[other, rank] for other in range(size)]
 
 
 def test_horovods_numbers_of_operations_are_taken():
@@ -216,6 +227,7 @@ def test_a_mismatch_is_an_error_and_not_a_hang():
         compile_and_fit(model, keras.optimizers.SGD(), callbacks=[callback])
 
 
+@pytest.mark.over_horovod
 def test_what_would_make_the_ranks_differ_is_an_error():
     """Of an optimizer, a tape and a callback; it says what to do."""
     some = hvd.ProcessSet([0])
