@@ -21,9 +21,10 @@ from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
-from keras_dist.data.division import StepsRule, check_choice
+from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source, is_alone
+from keras_dist.errors import check_choice
 from keras_dist.lines import find_caller, say, show
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule

@@ -81,7 +81,7 @@ class FitHooks:
             self.saver.restore_own()
 
     def train_begin(self, logs: Logs | None = None) -> Iterator[None]:
-        """Begin a training."""
+        """Begin a training: one exchange after the user's callbacks."""
         self._has_begun = True
         self._record.enter("begin", epoch=0)
         for each in [*self.targets, *self.checks]:
@@ -89,8 +89,11 @@ class FitHooks:
         if self.warmup:
             self.warmup.set_rates()
         yield
-        begun = getattr(self.model, private.INITIAL_EPOCH, None), self.logs_rates
-        epochs, are_read = zip(*comm.gather(begun), strict=True)
+        epoch = getattr(self.model, private.INITIAL_EPOCH, None)
+        facts = {"ReplicaCheck": "; ".join(c.describe() for c in self.checks)}
+        by_rank = comm.gather((facts, epoch, self.logs_rates))
+        facts_by_rank, epochs, are_read = zip(*by_rank, strict=True)
+        comm.check_equal(facts_by_rank, advice="Pass the same one on every rank.")
         self.logs_rates = any(are_read)
         if self.broadcast and epochs[0] is not None:
             # If the first rank has restored a backup, all ranks start at its epoch.
