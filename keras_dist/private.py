@@ -8,7 +8,9 @@ package has to be defined in the mixin: `OVERRIDDEN`.
 
 import contextlib
 import contextvars
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -43,6 +45,9 @@ INITIAL_EPOCH = "_initial_epoch"
 
 # The file from which TensorFlow calls functions of Python.
 _PY_FUNCTIONS = "tensorflow/python/ops/script_ops.py"
+
+# So many functions may call another one in Python.
+_MOST_NESTED = 8
 
 # `Callback`: the attribute that its property `model` returns.
 CALLBACK_MODEL = "_model"
@@ -255,3 +260,80 @@ def change_operation_seed(change: Callable[[int], int | None]) -> Iterator[None]
     seeds = [s if s is None else change(s) for s in (graph.seed, holder._seed)]
     with mixin.change(graph, seed=seeds[0]), mixin.change(holder, _seed=seeds[1]):
         yield
+
+
+def has_devices() -> bool:
+    """Return True if TensorFlow has made its devices, as for the first tensor."""
+    return bool(_eager()._initialized)
+
+
+def start_collectives(cluster: Any, rank: int) -> None:
+    """Start TensorFlow's server, and connect its collectives, before the first tensor.
+
+    Args:
+        cluster: A `tf.train.ClusterSpec` with the job "worker".
+        rank: Number of this process among the workers.
+    """
+    context, leader = _eager(), "/job:worker/replica:0/task:0"
+    context.configure_collective_ops(collective_leader=leader)
+    server = tf.train.ServerDef(
+        cluster=cluster.as_cluster_def(),
+        default_session_config=context.config,
+        job_name="worker",
+        task_index=rank,
+        protocol="grpc",
+    )
+    context.enable_collective_ops(server)
+    context.ensure_initialized()
+
+
+def check_worker(rank: int, seconds: float) -> None:
+    """Raise one of TensorFlow's errors if a worker does not answer for so long."""
+    worker = f"/job:worker/replica:0/task:{rank}"
+    _eager().check_collective_ops_peer_health(worker, int(seconds * 1000))
+
+
+def abort_collectives(message: str) -> None:
+    """Let all collectives of this process raise an `UnavailableError`, for good."""
+    _eager().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+class Canceler:
+    """What ends the functions of TensorFlow that run under it, also later ones.
+
+    Each call gets a manager of its own, since the error of a function cancels its own.
+    """
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self.managers: dict[int, deque[Any]] = {}  # of the last calls of each thread
+
+    @property
+    def _impl(self) -> Any:
+        """What TensorFlow reads at each call."""
+        manager = _cancellation().CancellationManager()
+        latest = deque[Any](maxlen=_MOST_NESTED)
+        self.managers.setdefault(threading.get_ident(), latest).append(manager)
+        if self.is_cancelled:
+            manager.start_cancel()
+        return manager._impl
+
+    def start_cancel(self) -> None:
+        """End the functions that run, and all that begin later."""
+        self.is_cancelled = True
+        for managers in list(self.managers.values()):
+            for manager in list(managers):
+                manager.start_cancel()
+
+
+def cancel_functions_by(canceler: Canceler | None) -> None:
+    """Let functions that are called from now on, in any thread, obey a canceler."""
+    _cancellation()._active_context = canceler
+
+
+def _eager() -> Any:
+    return tf.random.set_seed.__globals__["context"].context()
+
+
+def _cancellation() -> Any:
+    return tf.random.set_seed.__globals__["context"].cancellation

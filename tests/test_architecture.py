@@ -84,7 +84,7 @@ def test_only_one_file_imports_horovod():
         for path in FILES
         if any(name.split(".")[0] == "horovod" for name in imports_of(path))
     }
-    assert importers == {"comm/transport.py"}
+    assert importers == {"comm/horovod_transport.py"}
 
 
 def test_no_private_module_is_imported():

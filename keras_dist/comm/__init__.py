@@ -1,10 +1,12 @@
-"""Collectives, ranks and devices: the only part of the package that uses Horovod.
+"""Collectives, ranks and devices: the only part that uses a transport's operations.
 
 - `world`: rank, size, local rank and local size, as the launcher says them
 - `devices`: choose the GPU of this rank, or its CPU threads and cores
 - `runtime`: `init`; state of this process: its device, and its link to the other ranks
 - `rendezvous`: the ranks meet at the address of the first one
-- `transport`: the only file that imports Horovod, and calls its collectives
+- `transport`: what both transports do, and what stands above them: records and errors
+- `horovod_transport`: the only file that imports Horovod, and calls its collectives
+- `tensorflow_transport`: TensorFlow's own collectives, which need nothing else
 - `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
   too, also in float16 or bfloat16; raise an error of one rank on all ranks

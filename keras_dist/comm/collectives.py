@@ -29,6 +29,9 @@ _BROADCAST = {tf.bool, tf.uint8, tf.int8, tf.int32, tf.int64}
 _BROADCAST |= {tf.float16, tf.float32, tf.float64}
 _WORDS = {1: tf.uint8, 2: tf.float16, 4: tf.float32, 8: tf.float64}
 
+# What a collective raises that another rank has refused, or that it has no part in.
+_REFUSED = tf.errors.FailedPreconditionError, tf.errors.CancelledError
+
 # The length that stands before each message of a gather.
 _LENGTH_BYTES = 8
 
@@ -223,8 +226,12 @@ def raise_on_all() -> Iterator[None]:
     Raises:
         Exception: The error of this rank; `RankError` if another rank's is the cause.
     """
+    link = runtime.connected_link()
     try:
-        with transport.explain_errors():
+        with (
+            link.listen() if link else contextlib.nullcontext(),
+            transport.explain_errors(),
+        ):
             yield
     except (StopIteration, tf.errors.OutOfRangeError):
         raise  # the end of data
@@ -238,22 +245,27 @@ def _raise_on_all(error: Exception) -> NoReturn:
     with contextlib.suppress(RuntimeError):  # no rank, or the others are elsewhere
         link, is_told = runtime.connection()[0], True
     failed: list[tuple[int, str]] = []
-    is_cause = not transport.is_refused(error)
+    is_cause = link is None or not link.is_refused(error)
     if link is not None and not is_known(error):
-        names = transport.list_names() - {_FAILURE}
+        names = link.list_names() - {_FAILURE}
         message = sign((describe(error) if is_cause else None, names))
-        # Where the other ranks have ended, nobody has to know.
-        with (
-            contextlib.suppress(RuntimeError),
-            tf.init_scope(),  # the block may be in a graph that is being traced
-            transport.record_wait(f"failure: {summarize(error)}"),
-            transport.refuse(link, names),
-        ):
-            replies = map(verify, _gather_bytes(message, _gather_in_graph(_FAILURE)))
-            causes, others = zip(*replies, strict=True)
-            failed = [(k, cause) for k, cause in enumerate(causes) if cause is not None]
-            with transport.refuse(link, set().union(*others) - names):
-                pass
+        try:
+            with (
+                tf.init_scope(),  # the block may be in a graph that is being traced
+                transport.record_wait(f"failure: {summarize(error)}"),
+                link.refuse(names),
+            ):
+                replies = map(
+                    verify, _gather_bytes(message, _gather_in_graph(_FAILURE))
+                )
+                causes, others = zip(*replies, strict=True)
+                told = enumerate(causes)
+                failed = [(k, cause) for k, cause in told if cause is not None]
+                if more := set().union(*others) - names:
+                    with link.refuse(more):
+                        pass
+        except RuntimeError as ended:  # where others have ended, nobody has to know
+            error = error if is_cause else ended
     if failed and not is_cause:
         error = RankError(*failed[0])
         error.__suppress_context__ = True
@@ -266,7 +278,7 @@ def _run(function: str, link: Any, tensor: Any, name: str, **options: Any) -> An
     """Run a collective; outside of a graph, one that was refused is a `RankError`."""
     try:
         return transport.run(function, link, tensor, name, **options)
-    except tf.errors.FailedPreconditionError as error:
+    except _REFUSED as error:
         _raise_on_all(error)
 
 
@@ -334,12 +346,12 @@ def sum_tensors(tensors: Sequence[Any], *, name: str, dtype: Any) -> list[Any]:
         count = tensor.shape.num_elements()
         if count is not None and count * tensor.dtype.size >= _LARGE:
             own_name = f"{name}.large.{index}"
-            result[index] = _run("allreduce", link, tensor, own_name, op=link.Sum)
+            result[index] = _run("allreduce", link, tensor, own_name)
         else:
             small[index] = tensor
     if small:
         flat = tf.concat([tf.reshape(t, [-1]) for t in small.values()], axis=0)
-        total = _run("allreduce", link, flat, name, op=link.Sum)
+        total = _run("allreduce", link, flat, name)
         sums = tf.split(total, [tf.size(tensor) for tensor in small.values()])
         for (index, tensor), own_sum in zip(small.items(), sums, strict=True):
             result[index] = tf.reshape(own_sum, tf.shape(tensor))
@@ -390,7 +402,7 @@ def total(tensor: Any, *, purpose: str, divisor: int | None = None) -> Any:
     link, _ = runtime.connection()
     if link is None:
         return tensor
-    result = _run("allreduce", link, sendable(tensor), name_of(purpose), op=link.Sum)
+    result = _run("allreduce", link, sendable(tensor), name_of(purpose))
     return tf.cast(result if divisor is None else result / divisor, tensor.dtype)
 
 

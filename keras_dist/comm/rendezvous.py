@@ -2,7 +2,7 @@
 
 `srun`, `torchrun` and Ray Train tell a process its rank, and where rank 0 is. Rank 0
 serves a store there, and from what every rank says of its host it makes the numbers of
-all. Then Horovod finds the ranks by the same store.
+all. Then Horovod finds the ranks by the same store. So do TensorFlow's own collectives.
 """
 
 import atexit
@@ -13,16 +13,78 @@ import secrets
 import shutil
 import socket
 import subprocess
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
+from keras_dist.launch.hosts import ranges
 from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.monitor.end_note import stay_for_readers
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
-from keras_dist.launch.store import make_slots
+from keras_dist.launch.store import MANY, find_store, make_slots
 from keras_dist.launch.time_limits import TimeLimits
+
+# Beginning of the names, in the store, of what ranks tell of their transports; seconds
+# between two looks.
+_TRANSPORT, _TICK = "transport.", 0.05
+
+
+def compare_transports(
+    place: Place, transport: str, *, waits: bool = False, **facts: str
+) -> list[Mapping[str, str]]:
+    """Tell the other ranks the transport of this one, and look at theirs.
+
+    Args:
+        place: Where this rank stands.
+        transport: Name of its transport.
+        waits: Whether to wait for all ranks.
+        **facts: What else the others have to know.
+
+    Returns:
+        What each rank has told, if this waits for them.
+
+    Raises:
+        RuntimeError: If another rank has another transport, or ranks are missing after
+            120 s.
+    """
+    store, limit = find_store(), TimeLimits().ranks
+    if store is None:
+        return []
+    host, end = socket.gethostname(), time.monotonic() + limit
+    own = {"transport": transport, "host": host, **facts}
+    store.put(f"{_TRANSPORT}{place.rank}", own, attempts=MANY)
+    while True:
+        found = store.get_all(_TRANSPORT)
+        if found is None and waits:  # Horovod's own store
+            names = (f"{_TRANSPORT}{rank}" for rank in range(place.size))
+            found = {name: store.get(name) for name in names}
+        told = {
+            int(name.removeprefix(_TRANSPORT)): note
+            for name, note in (found or {}).items()
+            if isinstance(note, dict)
+        }
+        for rank, note in sorted(told.items()):
+            if note["transport"] != transport:
+                raise RuntimeError(
+                    "The ranks have different transports. Received: "
+                    f"{note['transport']} on rank {rank} ({note['host']}), and "
+                    f"{transport} on rank {place.rank} ({host}). Install Horovod on "
+                    "all hosts or on none, or choose one for all: "
+                    "KERAS_DIST_TRANSPORT=tensorflow"
+                )
+        if not waits or len(told) == place.size:
+            return [told[rank] for rank in sorted(told)]
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"Not all ranks have imported keras_dist within {limit:g} s. Received: "
+                f"rank {place.rank} of {place.size} waits for rank "
+                f"{ranges(set(range(place.size)) - set(told))}. Their own output shows "
+                "the cause. To wait longer, set KERAS_DIST_RANKS_SECONDS."
+            )
+        time.sleep(_TICK)
 
 
 def meet(place: Place) -> None:

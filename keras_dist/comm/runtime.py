@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import ModuleType
 
-from keras_dist.clusters import find_place
-from keras_dist.comm import transport
+from keras_dist.clusters import Place, find_place
+from keras_dist.comm import horovod_transport, tensorflow_transport
 from keras_dist.comm.devices import Device, choose_device
-from keras_dist.comm.rendezvous import meet
+from keras_dist.comm.rendezvous import compare_transports, meet
+from keras_dist.comm.transport import HOROVOD, TENSORFLOW, Transport, read_choice
 from keras_dist.comm.world import (
     World,
     check_not_elastic,
@@ -20,6 +20,7 @@ from keras_dist.comm.world import (
 )
 from keras_dist.launch.monitor import record, watchdog
 from keras_dist.launch.monitor.rank_process import seed_generators
+from keras_dist.launch.store import find_store
 from keras_dist.launch.time_limits import set_stall
 
 # Holds the process id of a rank. The processes that a rank starts inherit it, and so
@@ -34,14 +35,15 @@ class _Runtime:
     Args:
         device: Set by `prepare`.
         world: Set by `start`; `None` before.
-        link: Set by `start`; `None` on one rank.
+        link: Set by `start`, or by `prepare` for TensorFlow's own collectives; `None`
+            on one rank.
         failure: Why the ranks could not meet, or that they have ended: they do not try
             again.
     """
 
     device: Device | None = None
     world: World | None = None
-    link: ModuleType | None = field(default=None, repr=False)
+    link: Transport | None = field(default=None, repr=False)
     failure: RuntimeError | None = None
 
 
@@ -63,7 +65,8 @@ def prepare() -> None:
 
     It must be that early: a script whose only change is `dist_fit` makes its model
     before it calls the package, and TensorFlow fixes devices and threads when the first
-    variable is made.
+    variable is made. TensorFlow's own collectives are started here, too, since devices
+    get other names by it.
 
     Does nothing without a launcher, nor in a process that a rank has started, for
     example to load data: it runs on the cores of its rank.
@@ -75,6 +78,44 @@ def prepare() -> None:
     seed_generators(place.job)
     is_binding = place.launcher == "horovodrun"
     _runtime.device = choose_device(world_at(place), is_binding=is_binding)
+    if place.size > 1 and _choose_transport(place) == TENSORFLOW:
+        _connect(place, TENSORFLOW)
+    elif place.size > 1:  # a rank with the other one must not wait for this one
+        compare_transports(place, HOROVOD)
+
+
+def _choose_transport(place: Place) -> str:
+    """Return what the user has chosen; else Horovod where it is installed.
+
+    Under `mpirun` no store tells the ranks where the others are; Horovod needs none.
+    """
+    if choice := read_choice():
+        return choice
+    has_store = bool(place.address) or find_store() is not None
+    is_own = has_store and not horovod_transport.is_usable()
+    return TENSORFLOW if is_own else HOROVOD
+
+
+def _connect(place: Place, choice: str) -> Transport:
+    """Connect to the other ranks, by a transport that all have chosen."""
+    check_not_elastic()
+    if _runtime.failure is not None:
+        raise _runtime.failure
+    try:
+        if place.address:
+            meet(place)
+        if choice == HOROVOD:
+            compare_transports(place, choice)
+        else:
+            _runtime.link = tensorflow_transport.connect(place, world_at(find_place()))
+    except RuntimeError as error:
+        _runtime.failure = error
+        raise
+    _mark_process()
+    if choice == HOROVOD:
+        _runtime.link = horovod_transport.connect(place.launcher, world_at(place))
+    assert _runtime.link is not None
+    return _runtime.link
 
 
 def _mark_process() -> None:
@@ -85,7 +126,8 @@ def init(*, stall_limit: float | None = None) -> World:
     """Connect to the other ranks, and return the rank and size of this process.
 
     If a launcher, such as `keras-dist run` or `srun`, started this process, the first
-    call starts Horovod. Later calls return the same value. The device was chosen when
+    call starts Horovod, or TensorFlow's own collectives, which `import keras_dist` has
+    started already. Later calls return the same value. The device was chosen when
     keras_dist was imported: one GPU per local rank with memory growth, or this rank's
     share of the CPU cores. Without a launcher, this process is rank 0 of 1, and Horovod
     is not needed.
@@ -119,35 +161,30 @@ def start() -> World:
         if place is None:
             check_not_stranded()
             _runtime.world = World()
-        elif is_rank_child():
+        elif (
+            is_rank_child()
+            or place.size == 1
+            and _choose_transport(place) == TENSORFLOW
+        ):
             _runtime.world = world_at(place)
         else:
-            check_not_elastic()
-            if _runtime.failure is not None:
-                raise _runtime.failure
-            if place.address:
-                try:
-                    meet(place)
-                except RuntimeError as error:
-                    _runtime.failure = error
-                    raise
-                _mark_process()
-            before = watchdog.threads()
-            link, world = transport.connect(place.launcher, world_at(place))
-            _runtime.link = link
-            started = watchdog.threads() - before  # by Horovod
-            watchdog.start(rank=world.rank, size=world.size, ignored_threads=started)
-            _runtime.world = world
+            link = _runtime.link or _connect(place, _choose_transport(place))
+            _runtime.world = link.world
+            watchdog.start(
+                rank=link.world.rank,
+                size=link.world.size,
+                ignored_threads=link.ignored_threads,
+            )
     return _runtime.world
 
 
 def stop() -> None:
     """End the connection to the other ranks, for good."""
     if _runtime.link is not None:
-        _runtime.link.shutdown()
+        _runtime.link.leave()
         _runtime.failure = RuntimeError(
-            "Horovod was shut down in this process, and cannot be started again: it "
-            "would crash. Received: a call that needs the other ranks. Call "
+            "The link to the other ranks was shut down in this process, and cannot be "
+            "started again. Received: a call that needs the other ranks. Call "
             "`shutdown` at the end of the script."
         )
     _runtime.link = _runtime.world = None
@@ -175,7 +212,12 @@ def without_collectives(message: str = _ELSEWHERE) -> Iterator[None]:
         _forbidden.reset(token)
 
 
-def connection() -> tuple[ModuleType | None, World]:
+def connected_link() -> Transport | None:
+    """Return the link to the other ranks, if there is one already."""
+    return _runtime.link
+
+
+def connection() -> tuple[Transport | None, World]:
     """Return the link to the other ranks, `None` on one rank; and rank and size.
 
     Raises:
@@ -202,9 +244,9 @@ def device() -> Device:
 
 
 def transport_name() -> str:
-    """Name of the transport between ranks: "Gloo", "MPI", "NCCL (…)"; "none" on one."""
+    """Name of the transport, as `Transport.describe` returns it; "none" on one rank."""
     link, _ = connection()
-    return "none" if link is None else transport.describe(link)
+    return "none" if link is None else link.describe()
 
 
 def rank() -> int:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_dist import comm
-from keras_dist.comm import local_rank, local_size, rank, size, transport
+from keras_dist.comm import horovod_transport, local_rank, local_size, rank, size
 from keras_dist.horovod import callbacks
 from keras_dist.horovod.collectives import (
     Adasum,
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
     """
     if name not in FROM_HOROVOD:
         raise AttributeError(f"module 'keras_dist.horovod' has no attribute {name!r}")
-    return getattr(transport.library(), name)
+    return getattr(horovod_transport.library(), name)
 
 
 def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> None:
@@ -130,7 +130,7 @@ def init(comm: Any = None, process_sets: Sequence[Any] | str | None = None) -> N
         )
     if size() > 1 and process_sets and not isinstance(process_sets, str):
         for process_set in process_sets:
-            transport.library().add_process_set(process_set)
+            horovod_transport.library().add_process_set(process_set)
 
 
 install()

@@ -216,8 +216,7 @@ def _run(function: str, value: Any, options: dict[str, Any]) -> Any:
         advice = "Call the same functions on all ranks, in the same order."
         comm.agree({"the collective": called}, advice=advice)
     if isinstance(compression := options.get("compression"), Compression):
-        theirs = getattr(link.Compression, compression.name)
-        options = {**options, "compression": theirs}
+        options = {**options, "compression": compression.name}
     wire, name = comm.sendable(tensor), comm.name_of("horovod")
     return tf.cast(transport.run(function, link, wire, name, **options), tensor.dtype)
 

@@ -209,6 +209,7 @@ class StoreClient:
         secret: Secret of the job, for the values of hosts; `None` for values of ranks.
 
     Attributes:
+        host: Name or address of the store.
         ends: Address of this host on the network to the store, and that of the store
             there, as of the last request.
         error: Why the last request had no answer, or what it was.
@@ -222,7 +223,7 @@ class StoreClient:
             self._key, scope = derive_secret(secret, "hosts"), _HOSTS
             address = f"{address}:{port}/{derive_secret(secret, 'store')}/-"
         url = urlsplit(f"http://{address}:{port}/{scope}/")  # as Horovod makes it
-        self._host, self._port, self._path = url.hostname or "", url.port, url.path
+        self.host, self._port, self._path = url.hostname or "", url.port, url.path
 
     def put(self, name: str, value: Any, *, attempts: int = 1) -> bool:
         """Write a value; whether the store could be reached in so many attempts."""
@@ -259,7 +260,7 @@ class StoreClient:
         self, method: str, name: str, body: bytes | None = None
     ) -> bytes | None:
         """Send a request; return the body of the answer, `None` if it is none."""
-        link = http.client.HTTPConnection(self._host, self._port, timeout=_SECONDS)
+        link = http.client.HTTPConnection(self.host, self._port, timeout=_SECONDS)
         try:
             with contextlib.closing(link):
                 link.connect()

@@ -8,6 +8,7 @@ draws as many as without that.
 
 import contextlib
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,12 @@ _OTHERS = (
     "stateless_random_uniform_full_int_v2",
 )
 
+# Types of operations of which each rank draws its own numbers.
+_OWN = re.compile(
+    r"(?:Random|Truncated|Parameterized|StatefulRandom|StatefulStandard|StatefulTrunc"
+    r"|StatefulUniform|Multinomial|StatelessMultinomial)"
+)
+
 # Places of the counter that TensorFlow's kernel of gamma numbers has for each of them.
 _GAMMA_PLACES = 256
 
@@ -47,6 +54,7 @@ class StepNoise:
         # A step in which one is made would be traced once more.
         self._generator = keras.random.SeedGenerator(0)
         self._begun: Any = None  # its state as the fit began
+        self.own_draws: list[str] = []
 
     def prepare(self, model: Any, undo: contextlib.ExitStack) -> None:
         """Begin a fit, unless it has begun. All ranks call this.
@@ -65,22 +73,43 @@ class StepNoise:
 
     def _finish(self) -> None:
         """Let `keras.random` go on as after a fit on one process."""
-        now, begun = comm.to_array(self._generator.state), self._begun
+        if self._has_drawn():
+            if private.keras_state().get(private.SEED_GENERATOR) is None:
+                random.randint(1, int(1e9))  # as Keras, which draws a seed
+            _set_keras_state(comm.to_array(self._generator.state))
         self._begun = None
-        if any(now != begun):
-            state = private.keras_state()
-            if state.get(private.SEED_GENERATOR) is None:
-                seed = random.randint(1, int(1e9))  # as Keras, which draws it, too
-                state[private.SEED_GENERATOR] = keras.random.SeedGenerator(seed)
-            state[private.SEED_GENERATOR].state.assign(now)
+
+    def _has_drawn(self) -> bool:
+        now = comm.to_array(self._generator.state)
+        return self._begun is not None and any(now != self._begun)
+
+    def read_state(self) -> Any:
+        """Return the state from which functions without a seed draw next, or `None`."""
+        if self._has_drawn():
+            return comm.to_array(self._generator.state)
+        generator = private.keras_state().get(private.SEED_GENERATOR)
+        return None if generator is None else comm.to_array(generator.state)
+
+    def write_state(self, state: Any) -> None:
+        """Restore what `read_state` returned."""
+        if state is not None:
+            _set_keras_state(state)
+            self._generator.state.assign(state)
 
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
-        """Context manager in which a step is traced, or runs eagerly."""
-        own = self._seed
+        """Context manager in which a step is traced, or runs eagerly.
+
+        What a graph draws otherwise than one process is in `own_draws` then.
+        """
+        own, graph = self._seed, tf.compat.v1.get_default_graph()
         assert own is not None  # `prepare` was called before the first step
+        before = 0 if tf.executing_eagerly() else len(graph.get_operations())
         with draw_rows(self._generator, lambda seed: (seed + own) % 2**31):
             yield
+        if not tf.executing_eagerly():
+            types = {operation.type for operation in graph.get_operations()[before:]}
+            self.own_draws = sorted(filter(_OWN.match, types))
 
     @contextlib.contextmanager
     def draw_common_numbers(self) -> Iterator[None]:
@@ -124,6 +153,13 @@ def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[
         state[private.SEED_GENERATOR] = before
 
 
+def _set_keras_state(value: Any) -> None:
+    state = private.keras_state()
+    if state.get(private.SEED_GENERATOR) is None:
+        state[private.SEED_GENERATOR] = keras.random.SeedGenerator(0)
+    state[private.SEED_GENERATOR].state.assign(value)
+
+
 def _next_keras_state() -> Any:
     """Return the state from which `keras.random` draws next, without drawing."""
     generator = private.keras_state().get(private.SEED_GENERATOR)
@@ -149,6 +185,8 @@ def _skip_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     found = _find_rows(shape)
     if found is None or "counter" not in arguments:
         return plain(shape, **arguments)
+    if "normal" in plain.__name__ and private.is_compiled_by_xla():
+        return _take_rows(plain, shape, **arguments)  # XLA pairs the halves of a draw
     shape, begin, _, times = found
     # Philox makes 128 bits at each place of the counter.
     group = 2 if tf.as_dtype(arguments.get("dtype", tf.float32)).size == 8 else 4

@@ -116,7 +116,9 @@ class DistributedStep(PredictsAlone):
                     if self.train_function is not train:
                         return self.train_function(iterator)
                 with _check_step_runs(self):
-                    return function(iterator)
+                    logs = function(iterator)
+                _say_own_draws(session)
+                return logs
 
         self.train_function = train
 
@@ -321,6 +323,13 @@ def _check_step_runs(model: Any) -> Iterator[None]:
         _check_has_run(model)
         raise
     _check_has_run(model)
+
+
+def _say_own_draws(session: Session) -> None:
+    """Say, after the first step, which random numbers are not those of one process."""
+    draws, session.traced.noise.own_draws = session.traced.noise.own_draws, []
+    if draws and session.is_verbose and comm.rank() == 0:
+        say(f"random numbers: each rank's own, from {', '.join(draws)}")
 
 
 def _check_has_run(model: Any) -> None:

@@ -22,6 +22,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "three_ranks: an odd number may matter")
     config.addinivalue_line("markers", "slow_on_three: there, with LONG_TESTS=1 alone")
     config.addinivalue_line("markers", "two_ranks: slow, and the same on any number")
+    config.addinivalue_line("markers", "over_horovod: its threads, memory and names")
     # The oracle, plain Keras, need not sleep at the end of each pass over its data.
     strategy = tf.distribute.get_strategy()
     strategy.experimental_distribute_dataset = lambda data, _=None: as_untuned(data)
@@ -40,6 +41,9 @@ def pytest_collection_modifyitems(config, items):
     def is_left_out(item):
         marks = {mark.name for mark in item.iter_markers()}
         size, is_long = keras_dist.size(), "LONG_TESTS" in os.environ
+        is_horovod = not keras_dist.comm.transport_name().startswith("TensorFlow")
+        if "over_horovod" in marks and not is_horovod:
+            return True
         if "two_ranks" in marks and size != 2:
             return True
         if size == 1:

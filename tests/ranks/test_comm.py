@@ -45,6 +45,7 @@ def test_each_rank_keeps_to_its_own_cores(world):
 
 
 @pytest.mark.several_ranks
+@pytest.mark.over_horovod
 def test_threads_of_horovod_do_not_preempt_threads_that_compute():
     """They have the batch scheduling policy; all others are unchanged."""
     policies = []
@@ -134,6 +135,7 @@ def test_collectives_work_inside_a_graph(world):
 
 
 @pytest.mark.several_ranks
+@pytest.mark.over_horovod
 def test_a_tensor_that_nothing_else_needs_is_summed_in_place(world):
     """The sum of one that is needed, or of a variable, has memory of its own."""
 

@@ -1,15 +1,13 @@
 """Random numbers of a step: of the global batch, those that one process draws.
 
-The oracle is plain Keras on one process, with Keras's own layers.
+The oracle is plain Keras on one process. `keras_ways/noise.py` has Keras's layers.
 """
-
-import functools
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, models_in, shortened
+from claims import assert_equals_one_process, shortened, warned
 
 import keras_dist
 
@@ -23,55 +21,7 @@ pytestmark = [
 
 NUM_ROWS = 23  # of which the last batch of seven has two: some ranks have none
 
-PICTURE, SEQUENCE, VECTOR = (6, 6, 3), (5, 4), (8,)
-
-LAYERS = {
-    "Dropout": (VECTOR, lambda: layers.Dropout(0.5)),
-    "AlphaDropout": (VECTOR, lambda: layers.AlphaDropout(0.3)),
-    "GaussianDropout": (VECTOR, lambda: layers.GaussianDropout(0.3)),
-    "GaussianNoise": (VECTOR, lambda: layers.GaussianNoise(0.5)),
-    "SpatialDropout1D": (SEQUENCE, lambda: layers.SpatialDropout1D(0.4)),
-    "SpatialDropout2D": (PICTURE, lambda: layers.SpatialDropout2D(0.4)),
-    "TimeDistributed": (
-        SEQUENCE,
-        lambda: layers.TimeDistributed(layers.Dropout(0.5)),
-    ),
-    "LSTM": (
-        SEQUENCE,
-        lambda: layers.LSTM(3, dropout=0.3, recurrent_dropout=0.2),
-    ),
-    "RandomFlip": (PICTURE, layers.RandomFlip),
-    "RandomZoom": (PICTURE, lambda: layers.RandomZoom(0.3)),
-    "RandomTranslation": (PICTURE, lambda: layers.RandomTranslation(0.2, 0.2)),
-    "RandomCrop": (PICTURE, lambda: layers.RandomCrop(4, 4)),
-    "RandomBrightness": (PICTURE, lambda: layers.RandomBrightness(0.3)),
-    "AugMix": (PICTURE, lambda: layers.AugMix((0, 1), data_format="channels_last")),
-    "RandAugment": (PICTURE, lambda: layers.RandAugment((0, 1))),
-    "RandomColorJitter": (
-        PICTURE,
-        lambda: layers.RandomColorJitter((0, 1), 0.3, 0.3, 0.3, 0.3),
-    ),
-    "RandomErasing": (PICTURE, lambda: layers.RandomErasing(value_range=(0, 1))),
-    "RandomRotation": (PICTURE, lambda: layers.RandomRotation(0.3)),
-    **{
-        name: (PICTURE, functools.partial(getattr(layers, name), **how))
-        for name, how in {
-            "RandomColorDegeneration": {"factor": 0.5},
-            "RandomGaussianBlur": {"factor": 0.9},
-            "RandomGrayscale": {"factor": 0.5},
-            "RandomHue": {"factor": 0.5, "value_range": (0, 1)},
-            "RandomInvert": {"factor": 0.5, "value_range": (0, 1)},
-            "RandomPerspective": {"factor": 0.5},
-            "RandomPosterization": {"factor": 4, "value_range": (0, 1)},
-            "RandomSaturation": {"factor": 0.5, "value_range": (0, 1)},
-            "RandomSharpness": {"factor": 0.5, "value_range": (0, 1)},
-        }.items()
-    },
-    "RandomShear": (PICTURE, lambda: layers.RandomShear(0.3, 0.3)),
-    "RandomContrast": (PICTURE, lambda: layers.RandomContrast(0.3)),
-}
-IN_FLOAT32 = {"RandAugment", "RandomPerspective", "RandomRotation"}
-QUICK = {"Dropout", "SpatialDropout2D", "LSTM", "RandomFlip", "TimeDistributed"}
+SEQUENCE, VECTOR = (5, 4), (8,)
 
 
 class Attends(keras.Model):
@@ -127,18 +77,6 @@ def assert_equals(make, data, size=7, **arguments):
     return assert_equals_one_process(make, data, size, **given)
 
 
-@pytest.mark.parametrize("name", shortened(LAYERS, QUICK))
-def test_a_random_layer_equals_one_process(name):
-    """Weights and losses of three epochs, with an uneven last batch."""
-    shape, layer = LAYERS[name]
-    if name in IN_FLOAT32:  # Keras computes no others
-        with models_in("float32"):
-            make = maker(lambda: stack(shape, layer))
-            assert_equals(make, data_for(shape), tolerance=1e-5)
-    else:
-        assert_equals(maker(lambda: stack(shape, layer)), data_for(shape))
-
-
 @pytest.mark.parametrize(
     "how",
     shortened(["run_eagerly", "steps_per_execution", ""], {"run_eagerly", ""}),
@@ -147,6 +85,18 @@ def test_draws_of_a_model_equal_one_process(how):
     """Of functions without a seed, too; in a graph or not."""
     more: dict = {how: 2 if how == "steps_per_execution" else True} if how else {}
     assert_equals(maker(Attends, **more), data_for(SEQUENCE))
+
+
+def test_what_xla_compiles_draws_the_numbers_of_one_process():
+    """XLA has other numbers than TensorFlow, and pairs the halves of normal ones."""
+
+    def build():
+        noise = [layers.GaussianNoise(0.5), layers.Dropout(0.3)]
+        return keras.Sequential([keras.Input(VECTOR), *noise, layers.Dense(1)])
+
+    with warned("Training without XLA") as texts:
+        assert_equals(maker(build, jit_compile=True), data_for(VECTOR))
+    assert not texts
 
 
 @pytest.mark.parametrize("batch", shortened(["rank", "global"], {"rank"}))
@@ -177,6 +127,25 @@ def test_a_second_fit_goes_on_where_the_first_has_ended():
     np.testing.assert_allclose(found[1][0], found[0][0], 1e-9)
     for own, other in zip(found[1][1], found[0][1], strict=True):
         np.testing.assert_allclose(own, other, 1e-8)
+
+
+def test_numbers_of_each_rank_are_named(world, caplog):
+    """Of `tf.random` without a seed; what Keras draws is not."""
+
+    class Noise(layers.Layer):
+        def call(self, x):
+            return (
+                x
+                + keras.random.normal(ops.shape(x))
+                + tf.random.normal([], dtype=x.dtype)
+            )
+
+    for layer, count in ((Noise, 1), (lambda: layers.Dropout(0.5), 0)):
+        caplog.clear()
+        model = maker(lambda: stack(VECTOR, layer))()  # noqa: B023
+        keras_dist.dist_fit(model, *data_for(VECTOR), batch="global", verbose=2)
+        lines = [text for text in caplog.messages if "random numbers: each" in text]
+        assert len(lines) == count * (world.rank == 0)
 
 
 class Chooses(keras.Model):

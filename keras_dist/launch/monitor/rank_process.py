@@ -53,10 +53,14 @@ JOB_IDS = (
 # The errors with which `checkpoint/saver.py` ends a rank that was asked to end.
 _SAVED = "SavedExit", "SavedInterrupt"
 
+# What TensorFlow's collectives say after another rank has ended.
+SHUT_DOWN = "The collectives have been shut down"
+
 # Such an error of a collective has its cause on another rank; and who raises them.
 _FROM_ANOTHER_RANK = (
     "Another rank has ended while this one waited",
     "Horovod has been shut down",
+    SHUT_DOWN,
     "Connection closed by peer",
     "Connection reset by peer",
     "cannot be read, for a sum: it has ended",

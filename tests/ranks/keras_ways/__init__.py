@@ -3,12 +3,13 @@
 from keras_ways.contrast import CONTRAST
 from keras_ways.generative import GENERATIVE
 from keras_ways.loops import LOOPS
+from keras_ways.noise import NOISE
 from keras_ways.structured import STRUCTURED
 from keras_ways.text import TEXT
 from keras_ways.vision import VISION
 
 WAYS = [
     way
-    for registry in (GENERATIVE, CONTRAST, TEXT, VISION, STRUCTURED, LOOPS)
+    for registry in (GENERATIVE, CONTRAST, TEXT, VISION, STRUCTURED, NOISE, LOOPS)
     for way in registry.ways
 ]

@@ -5,7 +5,7 @@ import tensorflow as tf
 from keras import ops
 from models import update
 
-from keras_ways.data import Guided, floats, integers, noise_of, perceptron
+from keras_ways.data import Guided, floats, integers, perceptron
 from keras_ways.way import Registry
 
 CONTRAST = Registry("contrast")
@@ -70,7 +70,8 @@ class Views(keras.Model):
 
     def train_step(self, data):
         unlabeled, (x, y) = data
-        views = [unlabeled + 0.1 * noise_of(unlabeled * scale, 4) for scale in (1, 2)]
+        shape = ops.shape(unlabeled)
+        views = [unlabeled + 0.1 * keras.random.normal(shape) for _ in range(2)]
         with tf.GradientTape() as tape:
             loss = ops.mean(self.losses_of(*views) + self.losses_of(*views[::-1]))
         update(tape, loss, self.contrast_optimizer, self.encoder, self.head)
@@ -115,7 +116,7 @@ class MomentumEncoder(keras.Model):
         self.predictor = perceptron(3, inputs=3)
 
     def train_step(self, x):
-        one, two = x + 0.1 * noise_of(x, 4), x - 0.1 * noise_of(2 * x, 4)
+        one, two = (x + 0.1 * keras.random.normal(ops.shape(x)) for _ in range(2))
         with tf.GradientTape() as tape:
             found = ops.normalize(self.predictor(self.online(one)))
             wanted = ops.stop_gradient(ops.normalize(self.target(two)))

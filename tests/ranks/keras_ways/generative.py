@@ -22,7 +22,7 @@ class Latent(keras.layers.Layer):
         mean, log_var, x = inputs
         if self.loss is not None:
             self.add_loss(self.loss(divergence(mean, log_var)))
-        return mean + ops.exp(0.5 * log_var) * noise_of(x, 2)
+        return mean + ops.exp(0.5 * log_var) * keras.random.normal(ops.shape(mean))
 
 
 def divergence(mean, log_var):
@@ -111,7 +111,7 @@ class Gan(keras.Model):
     def train_step(self, data):
         bce = keras.losses.BinaryCrossentropy(from_logits=True)
         d_optimizer, g_optimizer = self.read()
-        noise = noise_of(data, 2)
+        noise = keras.random.normal((ops.shape(data)[0], 2))
         rows = ops.shape(data)[0]
         both = ops.concatenate([self.generator(noise), data], axis=0)
         labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))], axis=0)
@@ -168,7 +168,8 @@ class ConditionalGan(keras.Model):
         x, label = data
         classes = ops.one_hot(label, 3, dtype=x.dtype)
         bce = keras.losses.BinaryCrossentropy(from_logits=True)
-        noise = ops.concatenate([noise_of(x, 2), classes], axis=1)
+        latent = keras.random.normal((ops.shape(x)[0], 2))
+        noise = ops.concatenate([latent, classes], axis=1)
         rows = ops.shape(x)[0]
         with tf.GradientTape(persistent=True) as tape:
             made = self.generator(noise)
@@ -201,7 +202,7 @@ class WassersteinGan(keras.Model):
         self.critic = perceptron(4, 1, inputs=3)
 
     def penalty(self, real, fake):
-        mixed = real + 0.5 * (1 + noise_of(real, 1)) * (fake - real)
+        mixed = real + keras.random.uniform((ops.shape(real)[0], 1)) * (fake - real)
         with tf.GradientTape() as tape:
             tape.watch(mixed)
             scores = self.critic(mixed)
@@ -210,7 +211,7 @@ class WassersteinGan(keras.Model):
         return ops.mean(ops.square(norms - 1))
 
     def train_step(self, data):
-        noise = noise_of(data, 2)
+        noise = keras.random.normal((ops.shape(data)[0], 2))
         for step in range(3):
             with tf.GradientTape() as tape:
                 fake = self.generator(noise + 0.1 * step)
@@ -292,18 +293,18 @@ class Diffusion(Tracked):
         self.network = perceptron(5, 4, inputs=5)
         self.ema_network = keras.models.clone_model(self.network)
 
-    def loss_of(self, images, network):
+    def loss_of(self, images, network, noises, times):
         images = self.normalizer(images)
-        noises = noise_of(images, 4)
-        times = ops.square(noise_of(images, 1))
         angles = 0.2 + 1.2 * times
         noisy = ops.cos(angles) * images + ops.sin(angles) * noises
         found = network(ops.concatenate([noisy, times], axis=1))
         return self.loss(noises, found)
 
     def train_step(self, images):
+        noises = keras.random.normal(ops.shape(images))
+        times = keras.random.uniform((ops.shape(images)[0], 1))
         with tf.GradientTape() as tape:
-            loss = self.loss_of(images, self.network)
+            loss = self.loss_of(images, self.network, noises, times)
         update(tape, loss, self.optimizer, self.network)
         pairs = zip(self.network.weights, self.ema_network.weights, strict=True)
         for weight, ema in pairs:
@@ -311,7 +312,8 @@ class Diffusion(Tracked):
         return self.track(loss, images)
 
     def test_step(self, images):
-        return self.track(self.loss_of(images, self.ema_network), images)
+        noises = noise_of(images, 4), ops.square(noise_of(images, 1))
+        return self.track(self.loss_of(images, self.ema_network, *noises), images)
 
 
 @GENERATIVE.way("diffusion with a moving average of the weights", is_traced=True)
@@ -431,7 +433,7 @@ class Painter(Stepping):
         return self.network(x)
 
     def loss_of(self, data):
-        return ops.mean(square(self(data) - noise_of(data, 4)))
+        return ops.mean(square(self(data) - keras.random.normal(ops.shape(data))))
 
 
 @GENERATIVE.way("score matching, one data set of endless batches")

@@ -1,8 +1,4 @@
-"""A way to train: how it is run by Keras on one process and by `dist_fit` on all ranks.
-
-All ways take their random numbers from the data or from its row's values: noise that
-each rank draws for itself could not equal one process.
-"""
+"""A way to train: how Keras runs it on one process, and `dist_fit` on all ranks."""
 
 import tempfile
 import traceback

@@ -1,0 +1,219 @@
+"""The only file that starts Horovod, and calls its collectives."""
+
+import contextlib
+import functools
+import importlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+
+from keras_dist.comm import settings
+from keras_dist.comm.transport import INSTALL, Transport, forget_in_child
+from keras_dist.comm.world import World
+from keras_dist.launch.monitor import watchdog
+
+# Horovod counts elements in 32 bits; NCCL in 64.
+_MOST_ELEMENTS = 2**31 - 1
+
+# Horovod's names of collectives outside of graphs, whatever name they are given; and
+# the names in each graph that this rank has traced.
+_KINDS = "Allgather Allreduce Alltoall Broadcast"
+_EAGER = {f"Horovod{kind}" for kind in _KINDS.split()}
+_traced: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+# A dtype in which nothing is sent, and what Horovod says to a rank that meets it.
+_REFUSAL, _REFUSED = tf.int16, "rank had type int16"
+
+
+def connect(launcher: str, expected: World) -> "HorovodTransport":
+    """Start Horovod, and return the link to all ranks.
+
+    Every rank calls this.
+
+    Args:
+        launcher: Name of the launcher, for error messages.
+        expected: Rank and size that the launcher gave to this process.
+
+    Raises:
+        RuntimeError: If Horovod is missing, was built without TensorFlow, or
+            connects other processes than the launcher started.
+    """
+    before_start = watchdog.threads()
+    is_on_cpu = not tf.config.get_visible_devices("GPU")
+    starting = contextlib.ExitStack()
+    if launcher.startswith("mpirun"):
+        settings.prepare(is_on_cpu=is_on_cpu)
+        starting.enter_context(settings.limit_start(expected.rank, expected.size))
+    if is_on_cpu:
+        settings.set_for_cpu()
+        starting.enter_context(_batch_scheduling())
+    try:
+        horovod = importlib.import_module("horovod.tensorflow")
+        with starting:
+            if (
+                threading.current_thread() is threading.main_thread()
+                and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            ):
+                # Ctrl-C ends this process at once: Python would see it only after all
+                # ranks have come, of which one may have left.
+                before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+                starting.callback(signal.signal, signal.SIGINT, before)
+            horovod.init()
+    except Exception as error:  # after any error the user has to build Horovod again
+        raise RuntimeError(
+            f"This process was started by {launcher} as rank {expected.rank} of "
+            f"{expected.size}, but Horovod cannot be used here. "
+            f"Received: {type(error).__name__}: {error}. "
+            f"Run `{INSTALL}` in this environment, or start the script with plain "
+            "`python` to train on one process."
+        ) from error
+    forget_in_child(horovod.shutdown)
+    if horovod.size() != expected.size:
+        raise RuntimeError(
+            f"{launcher} started {expected.size} processes, but Horovod connects "
+            f"{horovod.size()}. It was probably built without the transport of this "
+            f"launcher. Run `{INSTALL} --mpi`, or start with `horovodrun --gloo`."
+        )
+    world = World(
+        rank=horovod.rank(),
+        size=horovod.size(),
+        local_rank=horovod.local_rank(),
+        local_size=horovod.local_size(),
+        # Each host has a rank with the first rank's local rank, which is 0.
+        num_hosts=horovod.cross_size(),
+    )
+    return HorovodTransport(horovod, world, watchdog.threads() - before_start)
+
+
+@contextlib.contextmanager
+def _batch_scheduling() -> Iterator[None]:
+    """Threads started in the block do not preempt other threads when they wake up.
+
+    They get the scheduling policy SCHED_BATCH. It is for Gloo's thread that serves the
+    sockets. If the sending thread holds the lock of a socket, the serving thread spins
+    instead of waiting. It nearly always wakes up in the middle of a send; if it
+    preempted the sender on a rank with one core, the sender could only go on at the
+    next tick of the system's scheduler, which costs some milliseconds in every
+    collective. Source: `Pair::handleEvents` of Gloo.
+    """
+    before = os.sched_getscheduler(0)
+    # A thread inherits the policy of the thread that starts it.
+    if before == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # as where the policy has priorities
+            os.sched_setscheduler(0, before, os.sched_param(0))
+
+
+def is_usable() -> bool:
+    """Return True if Horovod is installed, for the TensorFlow that is here."""
+    try:
+        importlib.import_module("horovod.tensorflow")
+    except Exception:  # of its library, of another TensorFlow, of its own checks
+        return False
+    return True
+
+
+def library() -> ModuleType:
+    """Horovod's module, also where nothing connects this process to others.
+
+    Raises:
+        RuntimeError: If Horovod cannot be imported.
+    """
+    try:
+        return importlib.import_module("horovod.tensorflow")
+    except Exception as error:
+        raise RuntimeError(
+            "Horovod cannot be used here. "
+            f"Received: {type(error).__name__}: {error}. Run `{INSTALL}`."
+        ) from error
+
+
+class HorovodTransport(Transport):
+    """Horovod, over Gloo or MPI; between GPUs also over NCCL.
+
+    Args:
+        module: Horovod's module, which is connected.
+        world: Rank and size, as Horovod knows them.
+        threads: Ids of the threads that Horovod has started.
+    """
+
+    def __init__(self, module: ModuleType, world: World, threads: set[int]) -> None:
+        self._module, self.world, self.ignored_threads = module, world, threads
+        is_nccl = "NCCL" in self.describe()
+        self.most_elements = 0 if is_nccl else _MOST_ELEMENTS
+
+    def describe(self) -> str:
+        """Return Gloo or MPI; between GPUs NCCL with one of them."""
+        module = self._module
+        control = "MPI" if module.mpi_built() and module.mpi_enabled() else "Gloo"
+        if module.nccl_built() and tf.config.get_visible_devices("GPU"):
+            return f"NCCL ({control} for control)"
+        return control
+
+    def send(self, function: str, tensor: Any, name: str, **options: Any) -> Any:
+        """Call a function of Horovod.
+
+        By default Horovod puts TensorFlow's name scope before the name. The scope
+        contains the names of Keras layers, which differ as soon as one rank has made
+        one more model: the ranks would then wait forever. So the scope is ignored.
+        """
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            _traced.setdefault(graph, set()).add(name)
+        if function == "allreduce":
+            options = {"op": self._module.Sum, **options}
+        if compression := options.get("compression"):
+            theirs = getattr(self._module.Compression, compression)
+            options = {**options, "compression": theirs}
+        options |= {"name": name, "ignore_name_scope": True}
+        return getattr(self._module, function)(tensor, **options)
+
+    def list_names(self) -> set[str]:
+        """List the names of all collectives in which others may wait for this rank."""
+        return _EAGER.union(*_traced.values())
+
+    @contextlib.contextmanager
+    def refuse(self, names: Collection[str]) -> Iterator[None]:
+        """Context manager in which collectives are answered by another dtype."""
+        with ThreadPoolExecutor(max_workers=len(names) or 1) as threads:
+            for name in names:
+                threads.submit(self._refuse, name)
+            yield
+
+    def _refuse(self, name: str) -> None:
+        """Answer a collective by one of another dtype, until all ranks do."""
+        gather = functools.partial(self._module.allgather, ignore_name_scope=True)
+        send = tf.function(
+            lambda tensor: gather(tensor, name=name), autograph=False
+        ).get_concrete_function(tf.TensorSpec([1], _REFUSAL))
+        with contextlib.suppress(tf.errors.UnknownError), tf.device("CPU:0"):
+            while True:  # until Horovod is shut down
+                try:
+                    send(tf.zeros([1], _REFUSAL))
+                except (
+                    tf.errors.FailedPreconditionError,
+                    tf.errors.InvalidArgumentError,
+                ):
+                    time.sleep(0.01)  # another rank, or a thread of this one, was there
+                else:
+                    return
+
+    def is_refused(self, error: Exception) -> bool:
+        """Return True for the error of a collective that another rank has refused."""
+        return _REFUSED in str(error)
+
+    def leave(self) -> None:
+        """Shut Horovod down."""
+        self._module.shutdown()

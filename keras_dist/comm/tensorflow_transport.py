@@ -1,0 +1,551 @@
+"""The transport on TensorFlow's own collectives, which are in each of its wheels.
+
+The ranks find each other by keys, which are digests of the name, dtype and size of what
+they send: the same key with another shape would end all collectives of the job, for
+good. Wherever sizes are not known while tracing, the ranks first compare them.
+
+A rank that fails writes a note into the store of the job. A thread in each rank reads
+it, and cancels the functions that wait. It also looks whether the processes of all
+other ranks are still there: collectives would wait for ever.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from keras_dist import private
+from keras_dist.clusters import Place
+from keras_dist.comm.rendezvous import compare_transports
+from keras_dist.comm.transport import (
+    INSTALL,
+    TENSORFLOW,
+    VARIABLE,
+    Transport,
+    forget_in_child,
+)
+from keras_dist.comm.world import World
+from keras_dist.launch.hosts import LOOPBACK, addresses, find_address_towards
+from keras_dist.launch.monitor.rank_process import SHUT_DOWN
+from keras_dist.launch.store import StoreClient, find_store
+from keras_dist.launch.time_limits import TimeLimits
+
+# Seconds between two looks at the store and the other ranks; more where there are many
+# ranks. Seconds for an answer of a rank; and for the others to end when this one does.
+_TICK, _MANY = 0.5, 32
+_ANSWER_SECONDS, _LEAVE_SECONDS = 5.0, 1.0
+
+# Ports for TensorFlow's server.
+_PORTS = range(15_000, 32_000)
+
+# What gRPC says of a process that is gone, at once; a network may come back.
+_GONE = "Connection refused"
+
+# Name, in the store, of the note of a rank that has failed.
+_FAILED = "failed."
+
+# Vectors of at least so many bytes travel in so many parts at once, or in parts of so
+# many bytes: a message of gRPC has at most 2 GiB.
+_LARGE, _PARTS, _MOST_BYTES = 2**22, 4, 2**28
+
+# Keys are numbers of 31 bits; digests are mixed by other primes.
+_PRIME, _MIX = 2**31 - 1, (31, 7919, 104_729)
+
+# Operations of an allreduce, by Horovod's numbers of them; 0 is the average.
+_AVERAGE, _SUM = 0, 1
+_OPERATIONS = {_AVERAGE: "Add", _SUM: "Add", 3: "Min", 4: "Max", 5: "Mul"}
+
+# The collective that the gradient of each is.
+_GRADIENTS = {
+    "allreduce": "allreduce",
+    "reducescatter": "allgather",
+    "allgather": "allreduce",
+    "broadcast": "allreduce",
+    "alltoall": "alltoall",
+}
+
+_MISMATCH = "Mismatched data types, shapes or root ranks in a collective of the ranks"
+
+
+def connect(place: Place, world: World) -> "TensorFlowTransport":
+    """Start TensorFlow's server on this rank, and connect it to the others.
+
+    Every rank calls this, before its first tensor.
+
+    Args:
+        place: Where this rank stands.
+        world: Rank and size.
+
+    Raises:
+        RuntimeError: If TensorFlow has made its devices already, if the launcher has no
+            store, or if the ranks do not meet.
+    """
+    if private.has_devices():
+        raise RuntimeError(
+            "TensorFlow's own collectives begin before the first tensor, variable or "
+            "model. Received: one that was made before `import keras_dist`. Move that "
+            f"import to the first line of the script, or run `{INSTALL}` to use "
+            "Horovod."
+        )
+    store = find_store()
+    if store is None:
+        raise RuntimeError(
+            f"{place.launcher} does not say where ranks meet, so that TensorFlow's own "
+            f"collectives cannot connect them. Received: rank {place.rank} of "
+            f"{place.size}, and {VARIABLE}={os.environ.get(VARIABLE, '')}. Run "
+            f"`{INSTALL} --mpi`, or start the ranks with `keras-dist run`."
+        )
+    with _reserve_port() as port:
+        address = f"{_find_address(place, store)}:{port.getsockname()[1]}"
+        notes = compare_transports(place, TENSORFLOW, waits=True, address=address)
+    workers = [note["address"] for note in notes]
+    try:
+        private.start_collectives(tf.train.ClusterSpec({"worker": workers}), world.rank)
+    except tf.errors.OpError as error:
+        raise RuntimeError(
+            f"TensorFlow's server cannot start. Received: {address} on rank "
+            f"{place.rank}: {error}. Another program may have taken the port in this "
+            "moment: start the job again."
+        ) from error
+    return TensorFlowTransport(world, store)
+
+
+def _reserve_port() -> socket.socket:
+    """Return a socket with a port for TensorFlow's server, which cannot share it.
+
+    The port is none that the system gives to connections, so nearly nobody takes it
+    between the end of this socket and the beginning of the server.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        probe = socket.socket()
+        try:
+            probe.bind(("", port))
+        except OSError:
+            probe.close()
+        else:
+            return probe
+    raise RuntimeError(
+        f"No port is free for TensorFlow's server. Received: 100 ports of {_PORTS}, "
+        f"all in use. Run `{INSTALL}` to use Horovod."
+    )
+
+
+def _find_address(place: Place, store: StoreClient) -> str:
+    """Return the address at which the other ranks reach this one."""
+    if place.local_size == place.size:
+        return LOOPBACK
+    interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
+    return addresses().get(interface) or find_address_towards(store.host)
+
+
+class TensorFlowTransport(Transport):
+    """TensorFlow's own collectives: over gRPC, and between GPUs over NCCL.
+
+    Args:
+        world: Rank and size.
+        store: The store of the job.
+
+    Attributes:
+        accelerator: The device whose floats are summed there, and how: "nccl". `None`
+            where there are CPUs alone.
+    """
+
+    def __init__(self, world: World, store: StoreClient) -> None:
+        self.world, self._store = world, store
+        has_gpu = bool(tf.config.get_visible_devices("GPU"))
+        self.accelerator = ("GPU:0", "nccl") if has_gpu else None
+        self.most_elements = 2**31 - 1
+        # Each failure begins another generation of keys, in which nothing of the last
+        # one is under way any more. Graphs read its number.
+        self._generation, self._is_telling, self._is_aborted = 0, False, False
+        self._canceler, self._listeners = private.Canceler(), 0
+        self._lock, self._is_over = threading.RLock(), threading.Event()
+        self._set_generation(0)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        atexit.register(self.leave)
+        forget_in_child(self.leave)
+
+    def describe(self) -> str:
+        """Return what TensorFlow sends by."""
+        return f"TensorFlow ({'NCCL' if self.accelerator else 'gRPC'})"
+
+    def send(self, function: str, tensor: Any, name: str, **options: Any) -> Any:
+        """Run a collective, with its gradient; also "reducescatter", for `horovod`."""
+        if function not in _GRADIENTS or "process_set" in options:
+            raise RuntimeError(
+                "TensorFlow's own collectives have no process sets, and not all "
+                f"functions of Horovod. Received: {function} with "
+                f"{', '.join(options) or 'no options'}. Run `{INSTALL}`."
+            )
+
+        @tf.custom_gradient
+        def call(tensor: Any) -> Any:
+            def differentiate(upstream: Any) -> Any:
+                if function in ("allreduce", "alltoall"):
+                    return self.send(function, upstream, f"{name}.gradient", **options)
+                other = _GRADIENTS[function]
+                total = self.send(other, upstream, f"{name}.gradient")
+                return self._take_part(function, total, tensor, name, **options)
+
+            return self._run(function, tensor, name, **options), differentiate
+
+        return call(tensor)
+
+    def _take_part(
+        self, function: str, total: Any, tensor: Any, name: str, **options: Any
+    ) -> Any:
+        """Return this rank's part of the gradients of all ranks."""
+        rank = self.world.rank
+        if function == "broadcast":
+            return total if rank == options["root_rank"] else tf.zeros_like(total)
+        if function == "allgather":
+            rows = tf.shape(tensor)[:1]
+            before = self._run("allgather", rows, f"{name}.rows")[:rank]
+            return total[tf.reduce_sum(before) :][: rows[0]]
+        return total / self.world.size if options.get("op") == _AVERAGE else total
+
+    def _run(self, function: str, tensor: Any, name: str, **options: Any) -> Any:
+        """Run a collective; outside of a graph, in a function that can be canceled."""
+        if not tf.executing_eagerly():
+            result = self._build(function, tensor, name, **options)
+            is_same = function in ("allreduce", "broadcast", "alltoall")
+            shape = tensor.shape if is_same else [None, *tensor.shape[1:]]
+            return tf.ensure_shape(result, shape)
+        parts = _count_parts(tensor)
+        call = self._make_function(
+            function, tensor.dtype, tensor.shape.rank, num_parts=parts, **options
+        )
+        try:
+            with self.listen():
+                return call(tensor, tf.constant(zlib.crc32(name.encode()), tf.int64))
+        except tf.errors.InvalidArgumentError as error:
+            if _MISMATCH not in str(error):
+                raise
+            text = (
+                f"{_MISMATCH}. Received on this one: {function} of the data type "
+                f"{tensor.dtype.name} and the shape {tuple(tensor.shape)}, {options}."
+            )
+            raise tf.errors.FailedPreconditionError(None, None, text) from None
+
+    @functools.cache  # noqa: B019 - there is one transport, to the end of the process
+    def _make_function(
+        self, function: str, dtype: Any, num_axes: int, **options: Any
+    ) -> Any:
+        """Compile a collective of tensors of any size, and of any name's digest."""
+        build = functools.partial(self._build, function, **options)
+        spec = tf.TensorSpec([None] * num_axes, dtype), tf.TensorSpec([], tf.int64)
+        with tf.init_scope():
+            return tf.function(build, autograph=False).get_concrete_function(*spec)
+
+    def _build(self, function: str, tensor: Any, name: Any, **options: Any) -> Any:
+        """Add the operations of a collective to a graph."""
+        build = getattr(self, f"_{function}")
+        options.setdefault("num_parts", _count_parts(tensor))
+        with tf.device("CPU:0"):
+            return build(tensor, name, **options)
+
+    def _allreduce(
+        self,
+        tensor: Any,
+        name: Any,
+        *,
+        num_parts: int,
+        op: int = _SUM,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        compression: str = "none",
+    ) -> Any:
+        dtype, shape = tensor.dtype, tf.shape(tensor)
+        tensor = _scale(tensor, prescale_factor)
+        if compression == "fp16" and dtype.is_floating:
+            tensor = tf.cast(tensor, tf.float16)
+        text = f"allreduce {tensor.dtype.name} {op}"
+        flat = tf.reshape(tensor, [-1])
+        if not (isinstance(name, str) and tensor.shape.is_fully_defined()):
+            flat = tf.pad(flat, [[0, 1]])  # gRPC sends no empty message
+            sizes, _ = self._compare(name, text, shape)
+            with tf.control_dependencies([sizes]):
+                flat = tf.identity(flat)
+        elif tensor.shape.num_elements() == 0:
+            return tensor
+        sums = [
+            self._reduce(part, name, f"{text} {number}", _OPERATIONS[op])
+            for number, part in enumerate(_split(flat, num_parts))
+        ]
+        result = tf.reshape(tf.concat(sums, 0)[: tf.reduce_prod(shape)], shape)
+        factor = postscale_factor / (self.world.size if op == _AVERAGE else 1)
+        return tf.cast(_scale(result, factor), dtype)
+
+    def _reducescatter(self, tensor: Any, name: Any, **options: Any) -> Any:
+        total = self._allreduce(tensor, name, **options)
+        sizes = tf.stack(_divide(tf.shape(total)[0], self.world.size))
+        begin = tf.reduce_sum(sizes[: self.world.rank])
+        return total[begin:][: sizes[self.world.rank]]
+
+    def _allgather(
+        self, tensor: Any, name: Any, *, num_parts: int, equal_rows: bool = False
+    ) -> Any:
+        dtype, shape, size = tensor.dtype, tf.shape(tensor), self.world.size
+        text = f"allgather {dtype.name}"
+        if equal_rows:
+            rows = tf.fill([size], shape[0])
+        else:
+            _, rows = self._compare(name, text, shape[1:], shape[0])
+        words, row_size = _to_words(tensor), tf.reduce_prod(shape[1:])
+        most = tf.maximum(_count_words(tf.reduce_max(rows) * row_size, dtype), 1)
+        padded = tf.pad(words, [[0, most - tf.size(words)]])
+        everyone = tf.raw_ops.CollectiveGatherV2(
+            input=padded, **self._common(name, text, most)
+        )
+        everyone = tf.reshape(everyone, [size, most])
+        parts = [
+            _from_words(everyone[rank], rows[rank] * row_size, dtype)
+            for rank in range(size)
+        ]
+        return tf.reshape(tf.concat(parts, 0), tf.concat([[-1], shape[1:]], 0))
+
+    def _alltoall(self, tensor: Any, name: Any, *, num_parts: int) -> Any:
+        everyone = self._allgather(tensor, name, num_parts=num_parts, equal_rows=True)
+        size, shape = self.world.size, tf.shape(tensor)
+        chunks = tf.concat([[size, size, shape[0] // size], shape[1:]], 0)
+        return tf.reshape(tf.reshape(everyone, chunks)[:, self.world.rank], shape)
+
+    def _broadcast(
+        self, tensor: Any, name: Any, *, num_parts: int, root_rank: int
+    ) -> Any:
+        dtype, shape = tensor.dtype, tf.shape(tensor)
+        text = f"broadcast {dtype.name} {root_rank}"
+        sizes, _ = self._compare(name, text, shape)
+        with tf.control_dependencies([sizes]):
+            words = tf.pad(_to_words(tensor), [[0, 1]])
+        found = []
+        for number, part in enumerate(_split(words, num_parts)):
+            common = self._common(name, f"{text} {number}", tf.size(part))
+            common.pop("ordering_token")
+            if self.world.rank == root_rank:
+                sent = tf.raw_ops.CollectiveBcastSendV2(input=part, **common)
+            else:
+                sent = tf.raw_ops.CollectiveBcastRecvV2(
+                    shape=tf.shape(part), T=part.dtype, **common
+                )
+            found.append(sent)
+        count = tf.reduce_prod(shape)
+        return tf.reshape(_from_words(tf.concat(found, 0), count, dtype), shape)
+
+    def _reduce(self, part: Any, name: Any, text: str, operation: str) -> Any:
+        common = self._common(name, text, tf.size(part))
+        place = contextlib.nullcontext()
+        if self.accelerator and part.dtype.is_floating:
+            device, hint = self.accelerator
+            place = tf.device(device)
+            with place:  # NCCL needs one order on all ranks: of the graph
+                order = tf.raw_ops.VarHandleOp(
+                    dtype=tf.float32, shape=[], shared_name="keras_dist.order"
+                )
+            common |= {"group_key": 2, "communication_hint": hint}
+            common["ordering_token"] = [order]
+            place = tf.device(device)
+        with place:
+            return tf.raw_ops.CollectiveReduceV2(
+                input=part, merge_op=operation, final_op="Id", **common
+            )
+
+    def _compare(
+        self, name: Any, text: str, shape: Any, rows: Any = 0
+    ) -> tuple[Any, Any]:
+        """Raise on all ranks if one sends something else; return the rows of each.
+
+        The first result is what has to be done before.
+        """
+        factors = tf.range(1, tf.size(shape) + 1) * _MIX[1]
+        digest = tf.reduce_sum(tf.cast((shape + 1) * factors, tf.int64))
+        own = [zlib.crc32(text.encode()), digest, tf.cast(rows, tf.int64)]
+        everyone = tf.raw_ops.CollectiveGatherV2(
+            input=tf.stack(own), **self._common(name, "compare", 0)
+        )
+        everyone = tf.reshape(everyone, [self.world.size, 3])
+        is_equal = tf.reduce_all(everyone[:, :2] == everyone[:1, :2])
+        check = tf.debugging.Assert(is_equal, [_MISMATCH])
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.identity(is_equal), tf.cast(everyone[:, 2], tf.int32)
+
+    def _common(self, name: Any, text: str, count: Any) -> dict[str, Any]:
+        """Return the arguments of all collectives: their group, and their key."""
+        digest = zlib.crc32(name.encode()) if isinstance(name, str) else name
+        key = digest * _MIX[0] + zlib.crc32(text.encode())
+        key += tf.cast(count, tf.int64) * _MIX[1] + self._read_generation() * _MIX[2]
+        return {
+            "group_size": self.world.size,
+            "group_key": 1,
+            "instance_key": tf.cast(key % _PRIME, tf.int32),
+            "communication_hint": "ring",
+            "timeout_seconds": 0.0,
+            "ordering_token": [],
+        }
+
+    def _generation_handle(self) -> Any:
+        return tf.raw_ops.VarHandleOp(
+            dtype=tf.int64, shape=[], shared_name="keras_dist.generation"
+        )
+
+    def _read_generation(self) -> Any:
+        handle = self._generation_handle()
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
+
+    def _set_generation(self, number: int) -> None:
+        self._generation = number
+        with tf.init_scope(), tf.device("CPU:0"):
+            tf.raw_ops.AssignVariableOp(
+                resource=self._generation_handle(), value=tf.constant(number, tf.int64)
+            )
+
+    def list_names(self) -> set[str]:
+        """Return nothing: a failure ends all collectives of its generation."""
+        return set()
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """Context manager in which functions end as soon as another rank has failed."""
+        with self._lock:
+            self._listeners += 1
+            private.cancel_functions_by(self._canceler)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners -= 1
+                if not self._listeners:
+                    private.cancel_functions_by(None)
+
+    @contextlib.contextmanager
+    def refuse(self, names: Collection[str]) -> Iterator[None]:
+        """Context manager that ends functions of all ranks, which may wait."""
+        with self._lock:
+            self._is_telling = True
+            self._canceler.start_cancel()
+            self._replace_canceler()
+        if not self._is_aborted:  # else the others find that for themselves
+            self._store.put(f"{_FAILED}{self._generation}", self.world.rank)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._canceler.start_cancel()  # what other threads have begun meanwhile
+                self._replace_canceler()
+                self._set_generation(self._generation + 1)
+                self._is_telling = False
+
+    def _replace_canceler(self) -> None:
+        self._canceler = private.Canceler()
+        if self._listeners:
+            private.cancel_functions_by(self._canceler)
+
+    def is_refused(self, error: Exception) -> bool:
+        """Return True for the error of a function that was ended by a failure."""
+        is_canceled = isinstance(error, tf.errors.CancelledError)
+        return is_canceled and self._canceler.is_cancelled
+
+    def _watch(self) -> None:
+        """Look for failures and ends of other ranks, until this one leaves."""
+        size, lost = self.world.size, TimeLimits().lost
+        others = set(range(size)) - {self.world.rank}
+        seen = dict.fromkeys(others, time.monotonic())
+        while not self._is_over.wait(max(_TICK, _TICK * size / _MANY)):
+            generation = self._generation
+            if self._store.get(f"{_FAILED}{generation}") is not None:
+                with self._lock:
+                    if generation == self._generation and not self._is_telling:
+                        self._canceler.start_cancel()
+            for rank in others:
+                error = _find_end(rank)
+                if error is None or self._is_over.is_set():
+                    seen[rank] = time.monotonic()
+                elif _GONE in error or time.monotonic() - seen[rank] > lost:
+                    self._is_aborted = True
+                    private.abort_collectives(f"{SHUT_DOWN}: rank {rank} has ended.")
+                    return
+        time.sleep(_LEAVE_SECONDS)
+        self._canceler.start_cancel()  # `leave` waits no longer
+
+    def leave(self) -> None:
+        """Wait a moment until all ranks leave, so that none waits for the last bytes.
+
+        A rank that fails does not wait.
+        """
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        if not hasattr(sys, "last_value"):
+            with contextlib.suppress(Exception):  # the other ranks may have ended
+                self._run("allgather", tf.constant([0]), "keras_dist.leave")
+
+
+def _find_end(rank: int) -> str | None:
+    """Return why a rank cannot be reached; `None` if it can, or is only slow."""
+    try:
+        private.check_worker(rank, _ANSWER_SECONDS)
+    except (tf.errors.UnavailableError, tf.errors.FailedPreconditionError) as error:
+        return str(error)
+    except tf.errors.OpError:
+        pass
+    return None
+
+
+def _count_parts(tensor: Any) -> int:
+    """Return in how many messages a tensor travels at once, if its size is known."""
+    num_bytes = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+    return max(_PARTS if num_bytes >= _LARGE else 1, -(-num_bytes // _MOST_BYTES))
+
+
+def _split(flat: Any, num_parts: int) -> list[Any]:
+    """Divide a vector into parts of nearly the same length."""
+    if num_parts == 1:
+        return [flat]
+    sizes = tf.stack(_divide(tf.size(flat), num_parts))
+    return list(tf.split(flat, sizes, num=num_parts))
+
+
+def _divide(count: Any, num_parts: int) -> list[Any]:
+    """Return the sizes of parts of nearly the same length, the larger ones first."""
+    each, more = count // num_parts, count % num_parts
+    return [each + tf.cast(number < more, tf.int32) for number in range(num_parts)]
+
+
+def _scale(tensor: Any, factor: float) -> Any:
+    return tensor if factor == 1.0 else tf.cast(tensor, tf.float64) * factor
+
+
+def _count_words(count: Any, dtype: Any) -> Any:
+    """Return how many words of 32 bits so many numbers are."""
+    return -(-count * dtype.size // 4)
+
+
+def _to_words(tensor: Any) -> Any:
+    """Return the bits of a tensor as a vector of int32, which all collectives take."""
+    flat = tf.reshape(tensor, [-1])
+    if flat.dtype == tf.bool:
+        flat = tf.cast(flat, tf.uint8)
+    if (in_word := 4 // flat.dtype.size) > 1:
+        flat = tf.pad(flat, [[0, -tf.size(flat) % in_word]])
+        flat = tf.reshape(flat, [-1, in_word])
+    return tf.reshape(tf.bitcast(flat, tf.int32), [-1])
+
+
+def _from_words(words: Any, count: Any, dtype: Any) -> Any:
+    """Return so many numbers out of the words of `_to_words`."""
+    kind = tf.uint8 if dtype == tf.bool else dtype
+    words = words[: _count_words(count, dtype)]
+    if kind.size > 4:
+        words = tf.reshape(words, [-1, kind.size // 4])
+    return tf.cast(tf.reshape(tf.bitcast(words, kind), [-1])[:count], dtype)
