@@ -328,7 +328,7 @@ def _check_step_runs(model: Any) -> Iterator[None]:
 def _say_own_draws(session: Session) -> None:
     """Say, after the first step, which random numbers are not those of one process."""
     draws, session.traced.noise.own_draws = session.traced.noise.own_draws, []
-    if draws and session.is_verbose and comm.rank() == 0:
+    if draws and session.decided.is_verbose and comm.rank() == 0:
         say(f"random numbers: each rank's own, from {', '.join(draws)}")
 
 
