@@ -138,6 +138,16 @@ class FitHooks:
         if self.statistics:
             self.statistics.has_changed = True
         yield
+        self._end_without_fit()
+
+    def predict_end(self, logs: Logs | None = None) -> Iterator[None]:
+        """End Keras's own `predict`."""
+        yield
+        self._end_without_fit()
+
+    def _end_without_fit(self) -> None:
+        if not self._has_begun:
+            self._end_loop()
 
     def predict_begin(self) -> None:
         """Before all ranks predict, outside of Keras's loop."""
@@ -232,8 +242,9 @@ def _forward(name: str) -> Callable[..., None]:
 
 
 # There is none at the end of a batch: on one rank, Keras would wait for each.
-_BEGIN = ("train_begin", "epoch_begin", "train_batch_begin", "test_begin")
-for _name in (*_BEGIN, "test_batch_begin", "test_end", "epoch_end", "train_end"):
+_BEGIN = ("train", "epoch", "train_batch", "test", "test_batch")
+_END = ("train", "epoch", "test", "predict")
+for _name in [*(f"{kind}_begin" for kind in _BEGIN), *(f"{kind}_end" for kind in _END)]:
     setattr(FitCallback, f"on_{_name}", _forward(_name))
 
 
