@@ -215,10 +215,13 @@ def _describe_parts(
     """Say in the plan what is another on several ranks."""
     if comm.size() == 1:
         return
-    if rows := batch_norm.describe_rows(model, options.batch_norm):
+    rows = batch_norm.describe_rows(model, options.batch_norm)
+    if rows:
         yield "batch normalization", rows
     if model.jit_compile:
-        yield "XLA", "forward and backward, then update; averaging between"
+        is_off = batch_norm.GLOBAL in rows
+        parts = "forward and backward, then update; averaging between"
+        yield "XLA", f"off: {batch_norm.EXCHANGE}" if is_off else parts
     if names := [type(e).__name__ for e in callbacks if reads_batch_logs(e)]:
         yield "batch logs", f"of all ranks, for {', '.join(names)}"
     if names := [type(each).__name__ for each in callbacks if is_writer(each)]:
