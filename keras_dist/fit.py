@@ -197,15 +197,7 @@ def _train_on_data(
         if comm.rank() == 0:
             _show_plan(setup.plan, is_shown=arguments["verbose"] != 0)
         with (
-            open_fit(
-                model,
-                feed=setup.training,
-                validation=setup.validation or Feed(data=None),
-                rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
-                attaches=comm.size() > 1,
-                batch_norm=options.batch_norm,
-                is_verbose=arguments["verbose"] != 0,
-            ) as session,
+            open_fit(model, setup.decided) as session,
             raise_own_errors(session.feeds),
             _draw_own_numbers(setup, options),
             saving(resumed, setup) as arguments,
@@ -232,7 +224,7 @@ def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
 @contextlib.contextmanager
 def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
     """Context manager in which a rank that reads data of its own draws its own."""
-    source = setup.training.source
+    source = setup.decided.feed.source
     is_own = isinstance(source, Source) and not (
         source.is_replicated or source.presharded
     )

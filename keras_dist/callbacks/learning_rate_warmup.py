@@ -57,4 +57,6 @@ class LearningRateWarmup(FitCallback):
         warmup_steps = count_warmup_steps(self.warmup_epochs, steps)
         full = rate_factor(self.lr_scaling, size=comm.size())
         session = session_of(self.model)
-        session.decided = replace(session.decided, rates=(full, warmup_steps, 1))
+        session.decided = replace(
+            session.decided, factor=full, warmup_steps=warmup_steps
+        )

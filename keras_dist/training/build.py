@@ -224,7 +224,7 @@ def prepare_optimizers(model: Any) -> None:
             session.undo.enter_context(mixin.preserve(part, *kept))
         if session.decided.attaches:
             attach_to(outermost)
-        if session.decided.rates != FitDecisions.rates:
+        if session.decided.rates != FitDecisions().rates:
             scale_rate(outermost, *session.decided.rates)
 
 

@@ -29,9 +29,11 @@ from keras_dist.training.session import (
 )
 from keras_dist.training.step import DistributedStep
 
+_NOTHING = FitDecisions()
+
 
 @contextlib.contextmanager
-def open_fit(model: Any, **decided: Any) -> Iterator[Session]:
+def open_fit(model: Any, decided: FitDecisions = _NOTHING) -> Iterator[Session]:
     """Context manager in which `model` trains on all ranks: each way to train opens it.
 
     A fit in a callback has a session of its own, and leaves the one around it as it
@@ -39,7 +41,7 @@ def open_fit(model: Any, **decided: Any) -> Iterator[Session]:
 
     Args:
         model: A compiled model.
-        **decided: Of its `FitDecisions`.
+        decided: What was decided for it; by default, nothing.
     """
     outer = vars(model).get("_distributed_session")
     private.check_hooks(type(model))
@@ -50,7 +52,7 @@ def open_fit(model: Any, **decided: Any) -> Iterator[Session]:
         traced = vars(model).get("_traced_functions", traced)
         # Keras does not track attributes that are set so; it would save them.
         object.__setattr__(model, "_traced_functions", traced)
-    session = Session(traced, FitDecisions(**decided), outer=outer)
+    session = Session(traced, decided, outer=outer)
     object.__setattr__(model, "_distributed_session", session)
     mixin.add(model, DistributedStep)
     traced.enter(model)

@@ -147,9 +147,10 @@ class FitDecisions:
 
     Args:
         feed: The training data.
-        validation: The data on which Keras's loop evaluates.
-        rates: See `scale_rate`: the full factor on learning rates, the steps until
-            then, and the steps of one process that one step stands for in schedules.
+        validation: The data on which Keras's loop evaluates, if there is any.
+        factor: Full factor on the learning rate.
+        warmup_steps: Steps until the full factor is reached.
+        step_multiplier: Schedules of the learning rate are read at step × this number.
         attaches: Whether the fit lets the optimizers average.
         batch_norm: Which rows `BatchNormalization` layers normalize by: "global" or
             "rank".
@@ -157,11 +158,18 @@ class FitDecisions:
     """
 
     feed: Feed = Feed(data=None)
-    validation: Feed = Feed(data=None)
-    rates: tuple[float, int, int] = (1.0, 0, 1)
+    validation: Feed | None = None
+    factor: float = 1.0
+    warmup_steps: int = 0
+    step_multiplier: int = 1
     attaches: bool = False
     batch_norm: str = "rank"
     is_verbose: bool = False
+
+    @property
+    def rates(self) -> tuple[float, int, int]:
+        """What `scale_rate` takes."""
+        return self.factor, self.warmup_steps, self.step_multiplier
 
 
 @dataclass
@@ -207,11 +215,8 @@ class Session:
     @property
     def feeds(self) -> list[Feed]:
         """The data that may hold an error which the user's data raised."""
-        return [
-            self.decided.feed,
-            self.decided.validation,
-            self.evaluation or LOCAL_EVALUATION,
-        ]
+        found = self.decided.feed, self.decided.validation, self.evaluation
+        return [feed for feed in found if feed is not None]
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data begin an epoch."""
@@ -286,7 +291,7 @@ class Session:
         return self.evaluation is not LOCAL_EVALUATION
 
     @contextlib.contextmanager
-    def evaluate(self, feed: Feed, **state: Any) -> Iterator[None]:
+    def evaluate(self, feed: Feed | None, **state: Any) -> Iterator[None]:
         """Context manager in which Keras's loop evaluates a model on `feed`."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(mixin.change(self, evaluation=feed, **state))
