@@ -1,6 +1,7 @@
-"""Errors that one rank has and all ranks raise."""
+"""Errors that one rank has and all ranks raise, and errors of arguments."""
 
 import contextlib
+from collections.abc import Collection
 from typing import Any
 
 
@@ -63,3 +64,20 @@ def read_number(value: Any, *, name: str, unit: str) -> float:
     raise ValueError(
         f"`{name}` must be a number of {unit}, at least 0. Received: {name}={value!r}"
     )
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return a number of rows or steps, or raise a `ValueError`."""
+    is_whole = not isinstance(value, bool) and hasattr(value, "__index__")
+    if not is_whole or value < 1:
+        raise ValueError(
+            f"`{name}` must be a whole number of at least 1. Received: {name}={value!r}"
+        )
+    return int(value)
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise a `ValueError` if a value is none of the choices."""
+    if value not in choices:
+        shown = ", ".join(map(repr, choices))
+        raise ValueError(f"`{name}` must be one of {shown}. Received: {name}={value!r}")

@@ -21,9 +21,10 @@ from keras_dist.checkpoint import open_checkpoints, saving
 from keras_dist.data import draws
 from keras_dist.data.adapters import validation_feed
 from keras_dist.data.arrays import is_arrays, lists_to_arrays
-from keras_dist.data.division import StepsRule, check_choice
+from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source, is_alone
+from keras_dist.errors import check_choice
 from keras_dist.lines import find_caller, say, show
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
@@ -196,15 +197,7 @@ def _train_on_data(
         if comm.rank() == 0:
             _show_plan(setup.plan, is_shown=arguments["verbose"] != 0)
         with (
-            open_fit(
-                model,
-                feed=setup.training,
-                validation=setup.validation or Feed(data=None),
-                rates=(setup.factor, setup.warmup_steps, setup.step_multiplier),
-                attaches=comm.size() > 1,
-                batch_norm=options.batch_norm,
-                is_verbose=arguments["verbose"] != 0,
-            ) as session,
+            open_fit(model, setup.decided) as session,
             raise_own_errors(session.feeds),
             _draw_own_numbers(setup, options),
             saving(resumed, setup) as arguments,
@@ -231,7 +224,7 @@ def _show_plan(lines: list[tuple[str, str]], *, is_shown: bool) -> None:
 @contextlib.contextmanager
 def _draw_own_numbers(setup: FitSetup, options: Options) -> Iterator[None]:
     """Context manager in which a rank that reads data of its own draws its own."""
-    source = setup.training.source
+    source = setup.decided.feed.source
     is_own = isinstance(source, Source) and not (
         source.is_replicated or source.presharded
     )

@@ -99,11 +99,11 @@ def write_digits(folder: Path) -> str:
     assert "keras_dist." not in source and "import keras_dist" not in source
     ours = source.replace("import keras\n", "import keras\n\nimport keras_dist\n", 1)
     ours = ours.replace("model.fit(x, y,", "keras_dist.dist_fit(model, x, y,")
-    ours = ours.replace("epochs=8", 'epochs=8, batch="global"')
+    ours = ours.replace("epochs=30", 'epochs=30, batch="global"')
     for name, code in (("plain", source), ("ours", ours)):
-        assert "epochs=8" in code
+        assert "epochs=30" in code
         save = f"\nmodel.save_weights({str(folder / name)!r} + '.weights.h5')\n"
-        code = code.replace("epochs=8", "epochs=2") + save
+        code = code.replace("epochs=30", "epochs=2") + save
         (folder / f"{name}.py").write_text(code)
     return str(folder / "ours.py")
 

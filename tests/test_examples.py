@@ -40,11 +40,23 @@ def test_digits_reaches_its_target_and_stops(printed):
     assert any("stopped after epoch" in line for line in lines)
 
 
+def test_a_script_for_one_process_prints_the_same_on_any_number_of_ranks():
+    """Four digits of each loss, and the epoch after which it stops by itself."""
+    script = "examples/digits_keras.py"
+    printed = []
+    for ranks in (None, 2, 3):
+        how = [] if ranks is None else ["--distribute"]
+        done = launch([*how, script], ranks=ranks, check=True)
+        printed += re.findall(r"losses (.*)|validation accuracy (.*)", done.stdout)
+    assert len(printed) == 2 * (1 + 2 + 3) and len(set(printed)) == 2
+    assert len(printed[0][0].split()) > 5
+
+
 def test_digits_without_a_line_of_ours(on_two_ranks, written):
     """`--distribute` trains the script of plain Keras to the bits of `dist_fit`."""
     done = launch(["--distribute", written / "plain.py"], ranks=2, check=True)
     for printed in (done.stdout, "\n".join(on_two_ranks[str(written / "ours.py")])):
-        assert "32 global: 2 × 16 rows" in printed
+        assert "64 global: 2 × 32 rows" in printed
     models = [h5py.File(written / f"{name}.weights.h5") for name in ("plain", "ours")]
     names = []
     models[0].visit(names.append)

@@ -249,6 +249,16 @@ def test_model_fit_is_kerass_own_when_no_callback_of_ours_is_left():
     assert keras.Model.fit is plain
 
 
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
+def test_a_callback_of_ours_outside_of_a_fit_leaves_the_model_plain(rows, name):
+    """What it opens for `evaluate` or `predict` ends with the call."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    before, data = set(vars(model)), rows[: 2 if name == "evaluate" else 1]
+    getattr(model, name)(*data, verbose=0, callbacks=[keras_dist.Throughput()])
+    assert "_distributed_session" not in set(vars(model)) - before
+
+
 def test_on_one_process_shard_changes_nothing():
     """The same data set; wrong arguments are errors all the same."""
     data = tf.data.Dataset.range(5)

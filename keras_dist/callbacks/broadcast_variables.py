@@ -65,12 +65,10 @@ class BroadcastVariables(FitCallback):
         if comm.size() == 1:
             return
         _check_averages(self.model)
-        variables, seeds = state_variables(self.model), seed_states(self.model)
-        count = {"the number of random generators": len(seeds)}
-        comm.agree_on_variables(variables, count)
+        variables = state_variables(self.model)
+        comm.agree_on_variables(variables, {})
         agree_on_constants(self.model)
-        # Each rank draws its rows of one draw: `training.noise`.
-        comm.broadcast_variables([*variables, *seeds], 0)
+        comm.broadcast_variables(variables, 0)
 
 
 def build_optimizers(model: Any) -> None:
@@ -81,16 +79,16 @@ def build_optimizers(model: Any) -> None:
 
 
 def state_variables(model: Any) -> list[Any]:
-    """List weights and optimizer state, in the same order on every rank."""
+    """List the variables that all ranks have alike, in the same order on every rank.
+
+    Weights, the state of optimizers, and that of generators of random numbers: each
+    rank draws its rows of one draw (`training.noise`).
+    """
     variables = list(model.weights)
     for outer in optimizers_of(model):
         variables += state_of(outer)
+    variables += [v for v in model.variables if v.name == "seed_generator_state"]
     return list({id(v): v for v in variables}.values())
-
-
-def seed_states(model: Any) -> list[Any]:
-    """List the states of the model's generators of random numbers."""
-    return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
 def _check_averages(model: Any) -> None:

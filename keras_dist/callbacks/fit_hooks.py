@@ -81,7 +81,7 @@ class FitHooks:
             self.saver.restore_own()
 
     def train_begin(self, logs: Logs | None = None) -> Iterator[None]:
-        """Begin a training."""
+        """Begin a training: one exchange after the user's callbacks."""
         self._has_begun = True
         self._record.enter("begin", epoch=0)
         for each in [*self.targets, *self.checks]:
@@ -89,8 +89,11 @@ class FitHooks:
         if self.warmup:
             self.warmup.set_rates()
         yield
-        begun = getattr(self.model, private.INITIAL_EPOCH, None), self.logs_rates
-        epochs, are_read = zip(*comm.gather(begun), strict=True)
+        epoch = getattr(self.model, private.INITIAL_EPOCH, None)
+        facts = {"ReplicaCheck": "; ".join(c.describe() for c in self.checks)}
+        by_rank = comm.gather((facts, epoch, self.logs_rates))
+        facts_by_rank, epochs, are_read = zip(*by_rank, strict=True)
+        comm.check_equal(facts_by_rank, advice="Pass the same one on every rank.")
         self.logs_rates = any(are_read)
         if self.broadcast and epochs[0] is not None:
             # If the first rank has restored a backup, all ranks start at its epoch.
@@ -135,6 +138,16 @@ class FitHooks:
         if self.statistics:
             self.statistics.has_changed = True
         yield
+        self._end_without_fit()
+
+    def predict_end(self, logs: Logs | None = None) -> Iterator[None]:
+        """End Keras's own `predict`."""
+        yield
+        self._end_without_fit()
+
+    def _end_without_fit(self) -> None:
+        if not self._has_begun:
+            self._end_loop()
 
     def predict_begin(self) -> None:
         """Before all ranks predict, outside of Keras's loop."""
@@ -229,8 +242,9 @@ def _forward(name: str) -> Callable[..., None]:
 
 
 # There is none at the end of a batch: on one rank, Keras would wait for each.
-_BEGIN = ("train_begin", "epoch_begin", "train_batch_begin", "test_begin")
-for _name in (*_BEGIN, "test_batch_begin", "test_end", "epoch_end", "train_end"):
+_BEGIN = ("train", "epoch", "train_batch", "test", "test_batch")
+_END = ("train", "epoch", "test", "predict")
+for _name in [*(f"{kind}_begin" for kind in _BEGIN), *(f"{kind}_end" for kind in _END)]:
     setattr(FitCallback, f"on_{_name}", _forward(_name))
 
 

@@ -1,5 +1,7 @@
 """Scale the learning rate, with a warm-up."""
 
+from dataclasses import replace
+
 from keras_dist import comm
 from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks
 from keras_dist.optimizer.rate import LearningRateRule, count_warmup_steps, rate_factor
@@ -54,4 +56,7 @@ class LearningRateWarmup(FitCallback):
         steps = self.steps_per_epoch or self.params.get("steps")
         warmup_steps = count_warmup_steps(self.warmup_epochs, steps)
         full = rate_factor(self.lr_scaling, size=comm.size())
-        session_of(self.model).rates = full, warmup_steps, 1
+        session = session_of(self.model)
+        session.decided = replace(
+            session.decided, factor=full, warmup_steps=warmup_steps
+        )

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_dist import comm, mixin
 from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks, Logs
-from keras_dist.data.division import check_choice, check_count
+from keras_dist.errors import check_choice, check_count
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.lines import warn
 from keras_dist.optimizer.accumulation import own_sums
@@ -75,12 +75,12 @@ class ReplicaCheck(FitCallback):
         hooks.checks.append(self)
 
     def begin(self) -> None:
-        """Begin a training: all ranks check alike."""
+        """Begin a training."""
         self._steps = 0
-        comm.agree(
-            {"ReplicaCheck": f"every={self.every}, action={self.action!r}"},
-            advice="Pass the same ReplicaCheck on every rank.",
-        )
+
+    def describe(self) -> str:
+        """Describe what has to be equal on all ranks."""
+        return f"every={self.every}, action={self.action!r}"
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch."""

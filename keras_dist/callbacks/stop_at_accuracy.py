@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from keras_dist import comm
 from keras_dist.callbacks.fit_hooks import FitCallback, FitHooks, Logs
-from keras_dist.data.division import check_count
+from keras_dist.errors import check_count
 from keras_dist.lines import say, warn
 
 

@@ -147,7 +147,7 @@ def _read(options: Options, folder: Folder, context: ReadContext) -> Resume:
 
 @contextlib.contextmanager
 def on_first_rank(path: str) -> Iterator[bool]:
-    """Context manager for work in the folder; all ranks call this.
+    """Context manager for work in the folder, before the next exchange of all ranks.
 
     Yields:
         Whether this is the first rank, which does the work.
@@ -156,7 +156,7 @@ def on_first_rank(path: str) -> Iterator[bool]:
         ValueError: On all ranks, if all checkpoints are damaged.
         RuntimeError: On all ranks, if the folder cannot be read or written to.
     """
-    with comm.wait_for_all_ranks():
+    with comm.raise_on_all():
         try:
             yield comm.rank() == 0
         except OSError as error:
@@ -175,16 +175,16 @@ def _check_shared(path: str) -> None:
     The ranks of the next start may be on other hosts: any of them may be the first one.
     """
     # A new name each time: a file system may cache what is not there.
-    name = comm.broadcast(f".checkpoint.{uuid.uuid4().hex}.marker")
-    marker = os.path.join(path, name)
+    name = f".checkpoint.{uuid.uuid4().hex}.marker"
     with on_first_rank(path) as is_first, contextlib.ExitStack() as stack:
         if is_first:
-            with open(marker, "xb") as file:
+            with open(marker := os.path.join(path, name), "xb") as file:
                 stack.callback(os.remove, marker)  # an error does so at once
                 file.write(os.urandom(4096))  # as a small checkpoint
                 file.flush()
                 os.fsync(file.fileno())
         written = stack.pop_all()
+    marker = os.path.join(path, comm.broadcast(name))  # sent when it is there
     everyone = comm.gather((_sees(marker), os.uname().nodename))
     with on_first_rank(path):
         written.close()

@@ -102,10 +102,10 @@ class Saver(keras.callbacks.Callback):
 
     def __init__(self, resume: Resume, setup: FitSetup, callbacks: list[Any]) -> None:
         super().__init__()
-        self._resume, self._setup, self._feed = resume, setup, setup.training
+        self._resume, self._setup, self._feed = resume, setup, setup.decided.feed
         self._states = CallbackStates(callbacks)
         # Only data with a position to continue from is saved in the middle of an epoch.
-        self._saves_within_epochs = setup.training.division is not None
+        self._saves_within_epochs = setup.decided.feed.division is not None
         seconds = resume.options.save_seconds if self._saves_within_epochs else None
         self._seconds, self._saved_at = seconds, 0.0
         self._signals, self._is_leaving = EndSignals(), False
@@ -224,7 +224,7 @@ class Saver(keras.callbacks.Callback):
             data=self._feed.position_facts(),
             is_finished=is_finished,
             rates=list(map(rate_progress, leaves_of(self.model))),
-            warmup_steps=self._setup.warmup_steps,
+            warmup_steps=self._setup.decided.warmup_steps,
             callbacks=callbacks,
             ranks=ranks,
             model=states.describe_model(self.model),
@@ -267,7 +267,8 @@ class Saver(keras.callbacks.Callback):
         return saved.ranks[comm.rank() if is_same_size else 0]
 
     def _restore_random(self, saved: Saved) -> None:
-        states.restore_random(self._own(saved)["random"])
+        noise = session_of(self.model).traced.noise
+        states.restore_random(self._own(saved)["random"], noise)
         if len(saved.ranks) != comm.size():
             draws.renew_rank_numbers(comm.rank())  # they are the first rank's
 
@@ -300,8 +301,9 @@ class Saver(keras.callbacks.Callback):
             states.restore_metrics(self.model, saved.ranks)
             self._restore_random(saved)
         elif self._random is not None:
-            states.restore_random(self._random)
-        before, now = saved.warmup_steps, self._setup.warmup_steps
+            noise = session_of(self.model).traced.noise
+            states.restore_random(self._random, noise)
+        before, now = saved.warmup_steps, self._setup.decided.warmup_steps
         for leaf, progress in zip(leaves_of(self.model), saved.rates, strict=True):
             restore_rate_progress(leaf, progress, now / before if before else 1)
 
@@ -382,7 +384,7 @@ def _first_epoch(saved: Saved, setup: FitSetup) -> int:
     """Epoch in which to resume; `epochs` if the training had finished."""
     if saved.is_finished:
         return int(setup.arguments["epochs"])
-    division, epoch = setup.training.division, saved.position.epoch
+    division, epoch = setup.decided.feed.division, saved.position.epoch
     if saved.position.step and epoch >= setup.arguments["epochs"]:
         raise ValueError(
             f"The checkpoint is of the middle of epoch {epoch + 1}. Received: "
@@ -392,15 +394,15 @@ def _first_epoch(saved: Saved, setup: FitSetup) -> int:
     if saved.position.step and division is None:
         raise ValueError(
             "The training cannot be resumed in the middle of an epoch with this data. "
-            f"Received: {setup.training.plan.kind}, and a checkpoint of the middle of "
-            "an epoch. Pass the same data as before, or an empty folder."
+            f"Received: {setup.decided.feed.plan.kind}, and a checkpoint of the middle "
+            "of an epoch. Pass the same data as before, or an empty folder."
         )
     return epoch if division is None else division.epoch
 
 
 def _print_position(path: str, position: DataPosition, setup: FitSetup) -> None:
     """Print on the first rank where the training is resumed."""
-    division = setup.training.division
+    division = setup.decided.feed.division
     if comm.rank() == 0 and setup.arguments["verbose"] != 0:
         rows = ""
         if position.step and division is not None:

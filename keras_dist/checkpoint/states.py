@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_dist import comm, private
 from keras_dist.callbacks.average_statistics import variables_by_rule
-from keras_dist.callbacks.broadcast_variables import seed_states, state_variables
+from keras_dist.callbacks.broadcast_variables import state_variables
 from keras_dist.callbacks.user_callbacks import runs_here
 from keras_dist.checkpoint.files import digest, to_json
 from keras_dist.data import draws
@@ -28,6 +28,7 @@ from keras_dist.training.metric_state import (
     set_state,
 )
 from keras_dist.training.metrics import stateful_metrics, weights
+from keras_dist.training.noise import StepNoise
 from keras_dist.training.session import session_of
 
 
@@ -79,8 +80,7 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
     state = {
         "variables": {n: v for n, v in differing.items() if n in values} | always,
         "callbacks": {n: v for n, v in differing.items() if n in callbacks},
-        "seeds": [comm.to_array(variable) for variable in seed_states(model)],
-        "random": to_json(random_state()),
+        "random": to_json(random_state(session.traced.noise)),
         "metrics": [
             [comm.to_array(variable) for variable in part.variables]
             for part in stateful_metrics(model.metrics)
@@ -129,8 +129,6 @@ def restore_first(
     variables = state_variables(model)
     for variable, value in zip(variables, arrays, strict=True):
         variable.assign(value)
-    for variable, value in zip(seed_states(model), ranks[0]["seeds"], strict=True):
-        variable.assign(value)
     if starts is not None:
         _merge_ranks(model, variables, ranks, starts)
 
@@ -145,8 +143,6 @@ def restore_rank(model: Any, own: dict[str, Any]) -> None:
     variables = state_variables(model)
     for index, value in own["variables"].items():
         variables[int(index)].assign(value)
-    for variable, value in zip(seed_states(model), own["seeds"], strict=True):
-        variable.assign(value)
 
 
 def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
@@ -330,9 +326,14 @@ def _restore(callback: Any, state: Any) -> None:
     _trained_names(callback).update(changed)
 
 
-def random_state() -> dict[str, Any]:
-    """Return the states of the generators of random numbers."""
+def random_state(noise: StepNoise | None = None) -> dict[str, Any]:
+    """Return the states of the generators of random numbers.
+
+    Args:
+        noise: What functions of Keras without a seed draw from in steps, if it counts.
+    """
     states = {
+        "keras": noise and noise.read_state(),
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "stash": draws.get_stash(),
@@ -343,12 +344,12 @@ def random_state() -> dict[str, Any]:
     return states
 
 
-def restore_random(states: dict[str, Any]) -> None:
+def restore_random(states: dict[str, Any], noise: StepNoise) -> None:
     """Set the generators to the states that `random_state` returned."""
+    noise.write_state(states["keras"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
-    if "stash" in states:  # which older checkpoints do not have
-        draws.set_stash(states["stash"])
+    draws.set_stash(states["stash"])
     if "tensorflow" in states:
         with contextlib.suppress(RuntimeError, ValueError):  # another algorithm
             tf.random.get_global_generator().reset(states["tensorflow"])

@@ -17,7 +17,6 @@ from keras_dist.data.dealer import Dealer
 from keras_dist.data.division import (
     Division,
     ReadContext,
-    check_count,
     divide_batch,
     limit_steps,
     no_data,
@@ -35,6 +34,7 @@ from keras_dist.data.pipeline import (
 from keras_dist.data.sequence import ShardedSequence, has_own_thread
 from keras_dist.data.source import Source
 from keras_dist.data.stream import StreamReader
+from keras_dist.errors import check_count
 from keras_dist.plan import Rows
 
 # Keras's default.

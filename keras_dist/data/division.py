@@ -11,11 +11,13 @@ data that comes in batches is then one global batch, of which each rank has rows
 Arithmetic only: rank and size are arguments, and nothing is read here.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import keras
+
+from keras_dist.errors import check_count
 
 StepsRule = Literal["auto", "divide", "none"]
 
@@ -114,23 +116,6 @@ def limit_steps(steps: int | None) -> int | None:
     """Return the steps of an epoch, up to `keras.config.set_max_steps_per_epoch`."""
     limit = getattr(keras.config, "max_steps_per_epoch", lambda: None)()
     return limit if limit and (steps is None or limit < steps) else steps
-
-
-def check_count(name: str, value: Any) -> int:
-    """Return a number of rows or steps, or raise a `ValueError`."""
-    is_whole = not isinstance(value, bool) and hasattr(value, "__index__")
-    if not is_whole or value < 1:
-        raise ValueError(
-            f"`{name}` must be a whole number of at least 1. Received: {name}={value!r}"
-        )
-    return int(value)
-
-
-def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raise a `ValueError` if a value is none of the choices."""
-    if value not in choices:
-        shown = ", ".join(map(repr, choices))
-        raise ValueError(f"`{name}` must be one of {shown}. Received: {name}={value!r}")
 
 
 def no_data(received: str, *, is_training: bool = False) -> ValueError:

@@ -1,4 +1,9 @@
-"""Horovod's callbacks for Keras, by their names."""
+"""Horovod's callbacks for Keras, by their names.
+
+They do not open a fit of this package (`open_fit`): in it gradients are weighted by
+rows, random numbers are those of one process, and adding up batches as Horovod does is
+an error. A script of Horovod gets what Horovod's own gave: ranks that count the same.
+"""
 
 from collections.abc import Callable
 from typing import Any

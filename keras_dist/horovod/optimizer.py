@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, mixin, private
-from keras_dist.data.division import check_count
+from keras_dist.errors import check_count
 from keras_dist.horovod.collectives import (
     Average,
     Compression,

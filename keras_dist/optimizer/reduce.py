@@ -11,8 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import comm, private
-from keras_dist.data.division import check_choice
-from keras_dist.errors import mark_known
+from keras_dist.errors import check_choice, mark_known
 from keras_dist.optimizer import sparse, step_context
 from keras_dist.optimizer.accumulation import accumulates
 from keras_dist.optimizer.nested import nested_optimizers, variables_of

@@ -7,7 +7,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import keras
 
-from keras_dist.data.division import StepsRule, check_choice, check_count
+from keras_dist.data.division import StepsRule
+from keras_dist.errors import check_choice, check_count
 from keras_dist.optimizer.rate import LearningRateRule
 
 # What `Model.fit`, `evaluate` and `predict` take as `callbacks`.

@@ -26,6 +26,7 @@ from keras_dist.optimizer.reduce import Averaging
 from keras_dist.setup.arguments import Options
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables
+from keras_dist.training.session import FitDecisions
 
 
 @dataclass(frozen=True)
@@ -36,31 +37,24 @@ class FitSetup:
         arguments: This rank's arguments for `keras.Model.fit`.
         callbacks: Ours and the user's, the same on every rank: also those that run on
             the first rank only.
-        training: This rank's training data.
-        validation: This rank's validation data, if there is any.
+        decided: This rank's data, and how it trains.
         averaging: How the gradients of each optimizer are averaged.
-        factor: Full factor on the learning rate.
-        step_multiplier: Schedules of the learning rate are read at step × this number.
-        warmup_steps: Steps until the full factor is reached.
         plan: The same decisions in words: lines with a label and a text.
     """
 
     arguments: dict[str, Any]
     callbacks: list[Any]
-    training: Feed
-    validation: Feed | None
+    decided: FitDecisions
     averaging: list[Averaging]
-    factor: float
-    step_multiplier: int
-    warmup_steps: int
     plan: list[tuple[str, str]]
 
     def facts(self) -> dict[str, Any]:
         """Return name and value of everything that has to be equal on all ranks."""
         names = ("epochs", "initial_epoch", "validation_freq")
         facts = {f"`{name}`": self.arguments[name] for name in names}
-        facts |= self.training.facts
-        facts |= self.validation.facts if self.validation else {}
+        facts |= self.decided.feed.facts
+        validation = self.decided.validation
+        facts |= validation.facts if validation else {}
         # A callback of the user may be missing on some ranks: it has no collectives.
         callbacks = [
             type(callback).__name__
@@ -69,10 +63,10 @@ class FitSetup:
             and not runs_on_first_rank_only(callback)
         ]
         return facts | {
-            "whether there is validation data": self.validation is not None,
+            "whether there is validation data": validation is not None,
             "`op` and `compression`": [(a.op, a.compression) for a in self.averaging],
-            "the learning rate's factor": self.factor,
-            "the steps of the warm-up": self.warmup_steps,
+            "the learning rate's factor": self.decided.factor,
+            "the steps of the warm-up": self.decided.warmup_steps,
             "the callbacks of Keras and keras_dist": callbacks,
         }
 
@@ -182,12 +176,17 @@ def prepare(
     return FitSetup(
         arguments=_make_arguments(arguments, training, validation, callbacks),
         callbacks=callbacks,
-        training=training,
-        validation=validation,
+        decided=FitDecisions(
+            feed=training,
+            validation=validation,
+            factor=factor,
+            warmup_steps=count_warmup_steps(options.warmup_epochs, steps),
+            step_multiplier=step_multiplier,
+            attaches=world.size > 1,
+            batch_norm=options.batch_norm,
+            is_verbose=arguments["verbose"] != 0,
+        ),
         averaging=averaging,
-        factor=factor,
-        step_multiplier=step_multiplier,
-        warmup_steps=count_warmup_steps(options.warmup_epochs, steps),
         plan=[
             *_describe_ranks(),
             *plan.describe_data(
@@ -216,10 +215,13 @@ def _describe_parts(
     """Say in the plan what is another on several ranks."""
     if comm.size() == 1:
         return
-    if rows := batch_norm.describe_rows(model, options.batch_norm):
+    rows = batch_norm.describe_rows(model, options.batch_norm)
+    if rows:
         yield "batch normalization", rows
     if model.jit_compile:
-        yield "XLA", "forward and backward, then update; averaging between"
+        is_off = batch_norm.GLOBAL in rows
+        parts = "forward and backward, then update; averaging between"
+        yield "XLA", f"off: {batch_norm.EXCHANGE}" if is_off else parts
     if names := [type(e).__name__ for e in callbacks if reads_batch_logs(e)]:
         yield "batch logs", f"of all ranks, for {', '.join(names)}"
     if names := [type(each).__name__ for each in callbacks if is_writer(each)]:

@@ -6,9 +6,10 @@ from typing import Literal
 import tensorflow as tf
 
 from keras_dist import comm
-from keras_dist.data.division import check_choice, check_count, divide_batch
+from keras_dist.data.division import divide_batch
 from keras_dist.data.pipeline import list_seeds
 from keras_dist.data.presharded import Presharded, divide_rows, find_presharded
+from keras_dist.errors import check_choice, check_count
 
 
 def shard(

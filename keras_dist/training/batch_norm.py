@@ -10,6 +10,9 @@ from keras_dist import comm, mixin, private
 from keras_dist.optimizer import step_context
 from keras_dist.training.rows import find_joint_context
 
+# Texts for the plan: the rows of a layer, and what they cost.
+GLOBAL, EXCHANGE = "global batch", "batch normalization exchanges within the step"
+
 
 def synchronize(model: Any, rule: str, undo: contextlib.ExitStack) -> None:
     """Make `BatchNormalization` layers use the rows of all ranks.
@@ -31,7 +34,7 @@ def describe_rows(model: Any, rule: str) -> str:
     layers = [layer for layer in _layers(model) if layer.trainable]
     count = sum(_is_global(layer, rule) for layer in layers)
     texts = {
-        "global batch": count,
+        GLOBAL: count,
         "rows of each rank: not the model of one process": len(layers) - count,
     }
     return "; ".join(

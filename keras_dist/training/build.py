@@ -22,7 +22,7 @@ from keras_dist.optimizer.nested import (
 from keras_dist.optimizer.rate import scale_rate
 from keras_dist.training import batch_norm
 from keras_dist.training.remember import list_variables, preserve_variables
-from keras_dist.training.session import session_of
+from keras_dist.training.session import FitDecisions, session_of
 
 
 def build(model: Any, run: Callable[[Any], Any], data: Any, *, is_eager: bool) -> None:
@@ -199,7 +199,7 @@ def start(
         # Outside of the graph that is being traced, so that this runs once, now.
         with tf.init_scope():
             prepare_optimizers(model)
-            batch_norm.synchronize(model, session.batch_norm, session.undo)
+            batch_norm.synchronize(model, session.decided.batch_norm, session.undo)
             with session.traced.record_reset(model):
                 pass  # the build has made metrics
             if is_first and session.hooks:
@@ -222,10 +222,10 @@ def prepare_optimizers(model: Any) -> None:
     for outermost in found:
         for part in nested_optimizers(outermost):
             session.undo.enter_context(mixin.preserve(part, *kept))
-        if session.attaches:
+        if session.decided.attaches:
             attach_to(outermost)
-        if session.rates != (1.0, 0, 1):
-            scale_rate(outermost, *session.rates)
+        if session.decided.rates != FitDecisions().rates:
+            scale_rate(outermost, *session.decided.rates)
 
 
 def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_dist.training import batch_norm, build, state_trial, step, trial
 from keras_dist.training.install import open_fit
+from keras_dist.training.session import FitDecisions
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def check_split(
     )
     found = trial.Trial(reason=trial.explain_untriable(data))
     if not found.reason:
-        with open_fit(model, attaches=True):
+        with open_fit(model, FitDecisions(attaches=True)):
             own_step = step.own_train_step(model)
             build.start(model, data, own_step, is_eager=model.run_eagerly)
             found = trial.try_alone(trial.Runner(model, own_step), data)

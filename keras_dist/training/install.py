@@ -21,12 +21,19 @@ from keras_dist.optimizer.attach import averaging_of
 from keras_dist.optimizer.nested import optimizers_of
 from keras_dist.training import saving
 from keras_dist.training.build import prepare_optimizers
-from keras_dist.training.session import Session, TracedFunctions, session_of
+from keras_dist.training.session import (
+    FitDecisions,
+    Session,
+    TracedFunctions,
+    session_of,
+)
 from keras_dist.training.step import DistributedStep
+
+_NOTHING = FitDecisions()
 
 
 @contextlib.contextmanager
-def open_fit(model: Any, **state: Any) -> Iterator[Session]:
+def open_fit(model: Any, decided: FitDecisions = _NOTHING) -> Iterator[Session]:
     """Context manager in which `model` trains on all ranks: each way to train opens it.
 
     A fit in a callback has a session of its own, and leaves the one around it as it
@@ -34,7 +41,7 @@ def open_fit(model: Any, **state: Any) -> Iterator[Session]:
 
     Args:
         model: A compiled model.
-        **state: Of its `Session`, which is kept until the fit is over.
+        decided: What was decided for it; by default, nothing.
     """
     outer = vars(model).get("_distributed_session")
     private.check_hooks(type(model))
@@ -45,7 +52,7 @@ def open_fit(model: Any, **state: Any) -> Iterator[Session]:
         traced = vars(model).get("_traced_functions", traced)
         # Keras does not track attributes that are set so; it would save them.
         object.__setattr__(model, "_traced_functions", traced)
-    session = Session(traced, outer=outer, **state)
+    session = Session(traced, decided, outer=outer)
     object.__setattr__(model, "_distributed_session", session)
     mixin.add(model, DistributedStep)
     traced.enter(model)
@@ -90,14 +97,13 @@ def reuse_train_function(model: Any) -> None:
     """Use the train function of the last fit, if all ranks can. A collective."""
     session = session_of(model)
     session.options = (
-        session.rates,
+        session.decided.rates,
         optimizers_of(model),
         averaging_of(model),
-        session.batch_norm,
+        session.decided.batch_norm,
         session.may_read_on,
-        session.feed.class_weight,
+        session.decided.feed.class_weight,
     )
     function = session.traced.find_train_function(session.options)
-    session.is_traced = all(comm.gather(function is not None))
-    if session.is_traced:
+    if all(comm.gather(function is not None)):
         model.train_function = function

@@ -73,14 +73,28 @@ class StepNoise:
 
     def _finish(self) -> None:
         """Let `keras.random` go on as after a fit on one process."""
-        now, begun = comm.to_array(self._generator.state), self._begun
+        if self._has_drawn():
+            if private.keras_state().get(private.SEED_GENERATOR) is None:
+                random.randint(1, int(1e9))  # as Keras, which draws a seed
+            _set_keras_state(comm.to_array(self._generator.state))
         self._begun = None
-        if any(now != begun):
-            state = private.keras_state()
-            if state.get(private.SEED_GENERATOR) is None:
-                seed = random.randint(1, int(1e9))  # as Keras, which draws it, too
-                state[private.SEED_GENERATOR] = keras.random.SeedGenerator(seed)
-            state[private.SEED_GENERATOR].state.assign(now)
+
+    def _has_drawn(self) -> bool:
+        now = comm.to_array(self._generator.state)
+        return self._begun is not None and any(now != self._begun)
+
+    def read_state(self) -> Any:
+        """Return the state from which functions without a seed draw next, or `None`."""
+        if self._has_drawn():
+            return comm.to_array(self._generator.state)
+        generator = private.keras_state().get(private.SEED_GENERATOR)
+        return None if generator is None else comm.to_array(generator.state)
+
+    def write_state(self, state: Any) -> None:
+        """Restore what `read_state` returned."""
+        if state is not None:
+            _set_keras_state(state)
+            self._generator.state.assign(state)
 
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
@@ -137,6 +151,13 @@ def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[
             yield
     finally:
         state[private.SEED_GENERATOR] = before
+
+
+def _set_keras_state(value: Any) -> None:
+    state = private.keras_state()
+    if state.get(private.SEED_GENERATOR) is None:
+        state[private.SEED_GENERATOR] = keras.random.SeedGenerator(0)
+    state[private.SEED_GENERATOR].state.assign(value)
 
 
 def _next_keras_state() -> Any:

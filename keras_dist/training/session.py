@@ -1,4 +1,7 @@
-"""What a model that trains on many ranks remembers: `Session` and `TracedFunctions`."""
+"""What a model that trains on many ranks remembers: `Session` and `TracedFunctions`.
+
+And `FitDecisions`, which `dist_fit` has made for one fit.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -97,6 +100,11 @@ class TracedFunctions:
         self.trial, self.global_rows = trial, global_rows
         self.runner = runner if trial is not None and trial.is_open else None
 
+    def is_reused(self, model: Any) -> bool:
+        """Return True if `model` trains by the train function of the last fit."""
+        function = self._functions[0]
+        return function is not None and model.train_function is function
+
     def find_train_function(self, options: Any) -> Any:
         """Return the train function of the last fit, if it was one with `options`."""
         return self._functions[0] if self.options == options else None
@@ -133,6 +141,37 @@ def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
 LOCAL_EVALUATION = Feed(data=None)
 
 
+@dataclass(frozen=True)
+class FitDecisions:
+    """What was decided for a fit, or with the defaults what a single callback opens.
+
+    Args:
+        feed: The training data.
+        validation: The data on which Keras's loop evaluates, if there is any.
+        factor: Full factor on the learning rate.
+        warmup_steps: Steps until the full factor is reached.
+        step_multiplier: Schedules of the learning rate are read at step × this number.
+        attaches: Whether the fit lets the optimizers average.
+        batch_norm: Which rows `BatchNormalization` layers normalize by: "global" or
+            "rank".
+        is_verbose: Whether the fit prints what it does.
+    """
+
+    feed: Feed = Feed(data=None)
+    validation: Feed | None = None
+    factor: float = 1.0
+    warmup_steps: int = 0
+    step_multiplier: int = 1
+    attaches: bool = False
+    batch_norm: str = "rank"
+    is_verbose: bool = False
+
+    @property
+    def rates(self) -> tuple[float, int, int]:
+        """What `scale_rate` takes."""
+        return self.factor, self.warmup_steps, self.step_multiplier
+
+
 @dataclass
 class Session:
     """What a model that trains on many ranks remembers, until its fit is over.
@@ -143,24 +182,16 @@ class Session:
 
     Args:
         traced: What the next fit may use again.
+        decided: What was decided for this fit.
         options: What is part of the graph of a step beside what is compiled; `None` if
             the next fit must not use the train function.
-        is_traced: Whether this fit uses the train function of the last one.
         outer: The session of the fit around this one, in a callback of which it is.
-        attaches: Whether this fit lets the optimizers average.
-        rates: See `scale_rate`: the full factor on learning rates, the steps until
-            then, and the steps of one process that one step stands for in schedules.
         hooks: The `FitHooks`: what runs around Keras's loop, and before the first step,
             when all variables exist and none has changed.
         has_started: Whether everything is built and copied in this fit.
         has_run: Whether the model's own train step has begun in this fit.
         calls: How often the train function was called in this fit.
         first_call: The first of these in this epoch.
-        batch_norm: Which rows `BatchNormalization` layers normalize by: "global" or
-            "rank".
-        is_verbose: Whether the fit prints what it does.
-        feed: The training data.
-        validation: The data on which Keras's loop evaluates.
         sums_metrics: Whether the state of metrics is summed over all ranks.
         evaluation: The data of the evaluation that is running; `None` in a training.
         rows_restored: Rows of this epoch that the process before a resume trained on.
@@ -168,20 +199,14 @@ class Session:
     """
 
     traced: TracedFunctions
+    decided: FitDecisions = FitDecisions()
     options: Any = None
-    is_traced: bool = False
     outer: "Session | None" = None
-    attaches: bool = False
-    rates: tuple[float, int, int] = (1.0, 0, 1)
     hooks: Any = None
     has_started: bool = False
     has_run: bool = False
     calls: int = 0
     first_call: int = 1
-    batch_norm: str = "rank"
-    is_verbose: bool = False
-    feed: Feed = Feed(data=None)
-    validation: Feed = Feed(data=None)
     sums_metrics: bool = False
     evaluation: Feed | None = None
     rows_restored: int = 0
@@ -190,13 +215,14 @@ class Session:
     @property
     def feeds(self) -> list[Feed]:
         """The data that may hold an error which the user's data raised."""
-        return [self.feed, self.validation, self.evaluation or LOCAL_EVALUATION]
+        found = self.decided.feed, self.decided.validation, self.evaluation
+        return [feed for feed in found if feed is not None]
 
     def begin_epoch(self, epoch: int) -> None:
         """Let the data begin an epoch."""
         self.first_call = self.calls + 1
-        if self.feed.epoch is not None:
-            self.feed.epoch.assign(epoch)
+        if self.decided.feed.epoch is not None:
+            self.decided.feed.epoch.assign(epoch)
 
     @property
     def may_read_on(self) -> bool:
@@ -206,8 +232,9 @@ class Session:
         data that is divided into steps here; but for an epoch that is resumed, in one
         process, too.
         """
-        is_known = self.feed.plan.steps_before is not None and comm.size() > 1
-        return self.feed.epoch is not None or is_known
+        feed = self.decided.feed
+        is_known = feed.plan.steps_before is not None and comm.size() > 1
+        return feed.epoch is not None or is_known
 
     def split_data(self, data: Any) -> tuple[Any, BatchRows]:
         """Split what a train step is given into the batch and its rows.
@@ -215,7 +242,7 @@ class Session:
         The batch has the weights of its classes.
         """
         batch, rows = take_off(data)
-        return self.feed.add_class_weights(batch), rows
+        return self.decided.feed.add_class_weights(batch), rows
 
     def see_rows(self, rows: Any) -> None:
         """Count a batch that the metrics are updated with; in a graph or not."""
@@ -264,7 +291,7 @@ class Session:
         return self.evaluation is not LOCAL_EVALUATION
 
     @contextlib.contextmanager
-    def evaluate(self, feed: Feed, **state: Any) -> Iterator[None]:
+    def evaluate(self, feed: Feed | None, **state: Any) -> Iterator[None]:
         """Context manager in which Keras's loop evaluates a model on `feed`."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(mixin.change(self, evaluation=feed, **state))

@@ -95,7 +95,6 @@ class DistributedStep(PredictsAlone):
         if self.train_function is not None and not force:
             return
         session = self._distributed_session
-        session.is_traced = False
         check_again(self)
         is_split = bool(self.jit_compile) and comm.size() > 1
         session.traced.split(is_split)
@@ -142,7 +141,7 @@ class DistributedStep(PredictsAlone):
 
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         session, is_validation = session_of(self), kwargs.get(private.CALLED_BY_FIT)
-        feed = session.validation if is_validation else LOCAL_EVALUATION
+        feed = session.decided.validation if is_validation else LOCAL_EVALUATION
         with session.evaluate(feed):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
@@ -304,7 +303,7 @@ def own_train_step(model: Any) -> Callable[[Any], Any]:
 def _needs_batch(model: Any) -> bool:
     """Return True before the first step after `compile`, unless it is traced."""
     session = session_of(model)
-    if session.is_traced and not session.has_started:
+    if session.traced.is_reused(model) and not session.has_started:
         session.has_run = True
         build.start(model)
     return not session.has_started or session.traced.global_rows is None
@@ -329,7 +328,7 @@ def _check_step_runs(model: Any) -> Iterator[None]:
 def _say_own_draws(session: Session) -> None:
     """Say, after the first step, which random numbers are not those of one process."""
     draws, session.traced.noise.own_draws = session.traced.noise.own_draws, []
-    if draws and session.is_verbose and comm.rank() == 0:
+    if draws and session.decided.is_verbose and comm.rank() == 0:
         say(f"random numbers: each rank's own, from {', '.join(draws)}")
 
 
@@ -363,13 +362,13 @@ def _try_step(model: Any, batch: Any) -> None:
     session, traced = session_of(model), session_of(model).traced
     runner = traced.runner or trial.Runner(model, own_train_step(model))
     found, before = trial.try_step(runner, batch), traced.trial
-    if session.feed.plan.is_global:
+    if session.decided.feed.plan.is_global:
         _check_batch_weights(model, batch, found.reason)
     if before is not None:  # and its states were named
         found = replace(before.add(found), states=())
     if str(found) != str(before):  # both with the seconds of the first
         trial.warn(model, found)
-        if session.is_verbose and comm.rank() == 0:
+        if session.decided.is_verbose and comm.rank() == 0:
             say(f"gradients: {found}")
     traced.use_trial(found, traced.global_rows, runner)
     if before is not None and found.kinds != before.kinds:

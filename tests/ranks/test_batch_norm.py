@@ -106,9 +106,42 @@ def coder():
     return compiled(Coder()), (x, x)
 
 
+class Variational(keras.Model):
+    """A variational autoencoder: normalized, with a divergence by `add_loss`."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.both = layers.BatchNormalization(), layers.Dense(4)
+        self.decode = layers.Dense(6)
+
+    def call(self, x, training=False):
+        mean, log_var = ops.split(self.both(self.norm(x, training=training)), 2, axis=1)
+        divergence = ops.exp(log_var) + ops.square(mean) - 1 - log_var
+        self.add_loss(0.05 * ops.mean(ops.sum(divergence, axis=1)))
+        if training:
+            mean += ops.exp(log_var / 2) * keras.random.normal(ops.shape(mean))
+        return self.decode(mean)
+
+
+def variational():
+    """Draws from a distribution for each row, after a normalization."""
+    x, _ = vectors()
+    return compiled(Variational()), (x, x)
+
+
+def recommender():
+    """Vectors of users and films, normalized, with dropout."""
+    ids = np.random.default_rng(2).integers(0, 7, (NUM_ROWS, 2))
+    inputs = keras.Input((2,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(7, 4)(inputs))
+    x = layers.Dropout(0.3)(layers.BatchNormalization()(x))
+    return compiled(keras.Model(inputs, layers.Dense(1)(x))), (ids, ids[:, :1] / 7.0)
+
+
 def accumulated():
-    """Gradients of two steps are added up before an update."""
+    """Gradients of two steps are added up before an update; dropout in each."""
     model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization()])
+    model.add(layers.Dropout(0.3))
     model.add(layers.Dense(1))
     optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
     return compiled(model, optimizer=optimizer), vectors()
@@ -124,7 +157,7 @@ def weighted_sum():
 
 
 MODELS = {f.__name__: f for f in (segmentation, sequence, nested, coder)}
-MODELS |= {f.__name__: f for f in (accumulated, weighted_sum)}
+MODELS |= {f.__name__: f for f in (accumulated, weighted_sum, variational, recommender)}
 
 
 @pytest.mark.parametrize("name", shortened(MODELS, {"segmentation", "nested"}))

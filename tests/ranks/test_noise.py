@@ -112,6 +112,41 @@ def test_batches_of_a_data_set_have_the_numbers_of_one_process(batch):
     assert_equals(make, data, 7 if batch == "global" else 2, batch=batch)
 
 
+class Draws(keras.Model):
+    """Keeps the numbers of its last step: one array for each kind and dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds, self.last = keras.random.SeedGenerator(5), layers.Dense(1)
+
+    def call(self, x, training=False):
+        if training:
+            shape, given = (len(x), 3), {"seed": self.seeds}
+            kinds = keras.random.normal, keras.random.uniform
+            dtypes = "float16", "bfloat16", "float32", "float64"
+            drawn = [k(shape, dtype=d, **given) for k in kinds for d in dtypes]
+            drawn.append(keras.random.randint(shape, 0, 10**6, **given))
+            drawn.append(keras.random.truncated_normal(shape, **given))
+            drawn.append(keras.random.gamma(shape, 0.3, **given))
+            drawn.append(keras.random.normal((2, 3), **given))  # no rows
+            drawn.append(keras.random.dropout(ops.ones(shape), 0.5, **given))
+            self.drawn = [ops.convert_to_numpy(ops.cast(d, "float64")) for d in drawn]
+        return self.last(x)
+
+
+def test_numbers_of_each_kind_and_dtype_are_rows_of_one_draw(monkeypatch):
+    """To the bit, in a global batch of 23 rows."""
+    monkeypatch.setenv("KERAS_DIST_TRIAL", "0")
+    drawn = []
+    for fit, more in (keras.Model.fit, {}), (keras_dist.dist_fit, {"batch": "global"}):
+        model = maker(Draws, run_eagerly=True)()
+        fit(model, *data_for(VECTOR), batch_size=NUM_ROWS, verbose=0, **more)
+        drawn.append(model.drawn)
+    for index, (expected, own) in enumerate(zip(*drawn, strict=True)):
+        rows = own if len(expected) == 2 else np.concatenate(keras_dist.gather(own))
+        assert np.array_equal(rows, expected), index
+
+
 def test_a_second_fit_goes_on_where_the_first_has_ended():
     """The generators' states are those of one process."""
     x, y = data_for(VECTOR)

@@ -103,6 +103,13 @@ def test_a_training_that_was_ended_resumes_to_the_bit(folder):
     assert again.epoch == [0, 1, 2] and values_of(again) == expected[2]
 
 
+class Wobbles(keras.layers.Layer):
+    """Draws by a function without a seed, also in epochs that are resumed."""
+
+    def call(self, x, training=False):
+        return x + keras.random.normal(keras.ops.shape(x)) if training else x
+
+
 @slow_on_three
 @pytest.mark.parametrize("is_dataset", shortened([False, True], {True}))
 def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset):
@@ -113,8 +120,8 @@ def test_a_graph_resumes_in_the_middle_of_an_epoch_to_the_bit(folder, is_dataset
         data, how = (tf.data.Dataset.from_tensor_slices(data).batch(4),), {}
 
     def dropping():
-        drop = keras.layers.Dropout(0.5)
-        return keras.Sequential([keras.layers.Dense(8), drop, keras.layers.Dense(1)])
+        drops = [keras.layers.Dropout(0.5), Wobbles()]
+        return keras.Sequential([keras.layers.Dense(8), *drops, keras.layers.Dense(1)])
 
     def run(name, *ends):
         model = make_compiled(dropping, "adam", "mse", jit_compile=False)
