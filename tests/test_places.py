@@ -1,8 +1,13 @@
 """Each launcher's variables give the place of a rank, or an error that names them."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+from launch import ROOT
+from pages import blocks
 
 from keras_dist.clusters import Place, find_place
 
@@ -38,6 +43,13 @@ TORCHRUN = variables(
     "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"
     " MASTER_ADDR=a MASTER_PORT=29400"
 )
+PALS = variables(
+    "PMI_RANK=3 PMI_SIZE=4 PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2"
+)
+FLUX = variables(
+    "FLUX_TASK_RANK=2 FLUX_JOB_SIZE=3 FLUX_TASK_LOCAL_ID=0 FLUX_JOB_NNODES=2"
+    " FLUX_JOB_ID=f1 KERAS_DIST_RDZV=n1:29400"
+)
 PODS = variables(
     "JOB_COMPLETION_INDEX=1 KERAS_DIST_NNODES=2 KERAS_DIST_RDZV=train-0.train:29400"
 )
@@ -63,6 +75,19 @@ PLACES = [
     *(
         (SLURM | more, Place("srun", 2, 4, 0, 2, "n1", 20707))
         for more in ({}, {"PMI_RANK": "2", "PMI_SIZE": "4"})
+    ),
+    (PALS, Place("mpiexec (Cray PALS)", 3, 4, 1, 2)),
+    *(
+        (environ | {"KERAS_DIST_RDZV": "a:7"}, Place(name, *numbers, 1, 2, "a", 7))
+        for environ, name, *numbers in (
+            (OPEN_MPI, "mpirun (Open MPI)", 1, 2),
+            (PALS, "mpiexec (Cray PALS)", 3, 4),
+        )
+    ),
+    (FLUX, Place("flux run", 2, 3, 0, 1, "n1", 29400)),
+    (
+        FLUX | {"FLUX_JOB_NNODES": "1", "KERAS_DIST_RDZV": ""},
+        Place("flux run", 2, 3, 0, 3, "127.0.0.1", 25_380),
     ),
     (TORCHRUN, Place("torchrun", 3, 4, 1, 2, "a", 29401)),
     (tf_config(index=1), Place("TF_CONFIG", 1, 3, 1, 2, "10.0.0.1", 4001)),
@@ -134,6 +159,7 @@ def without(environ, name):
         (tf_config(["worker"], 0), "is not one of the workers"),
         (TORCHRUN | {"MASTER_PORT": "65535"}, "port 65536.*MASTER_PORT"),
         (tf_config(worker=["a:70000", "b:1"]), "port 70000.*TF_CONFIG"),
+        (without(FLUX, "KERAS_DIST_RDZV"), "KERAS_DIST_RDZV=nothing"),
         (PODS | {"KERAS_DIST_RDZV": "a:70000"}, "port 70000.*KERAS_DIST_RDZV"),
     ],
 )
@@ -148,6 +174,50 @@ def test_two_launchers_are_an_error():
     for pair in (OPEN_MPI | SLURM, OPEN_MPI | TORCHRUN, TORCHRUN | tf_config(index=1)):
         with pytest.raises(ValueError, match="Two launchers say which rank"):
             find_place(pair)
+
+
+@pytest.mark.parametrize(
+    ("environ", "choice", "launcher"),
+    [
+        (OPEN_MPI | SLURM, "slurm", "srun"),
+        (OPEN_MPI | SLURM, "mpi", "mpirun (Open MPI)"),
+        (TORCHRUN | tf_config(index=1), "torchrun", "torchrun"),
+        (HOROVOD | SLURM, "slurm", "horovodrun"),  # by which a rank has met the others
+        (HOROVOD, "none", None),
+        (SLURM, "pals", None),
+    ],
+)
+def test_a_launcher_can_be_chosen(environ, choice, launcher):
+    """Where two are there, or none is meant; one that is not there is no rank."""
+    place = find_place(environ | {"KERAS_DIST_CLUSTER": choice})
+    assert (place and place.launcher) == launcher
+
+
+def test_a_launcher_that_does_not_exist_is_an_error():
+    """It lists the others."""
+    with pytest.raises(ValueError, match="KERAS_DIST_CLUSTER=lsf. Use one of .*slurm"):
+        find_place({"KERAS_DIST_CLUSTER": "lsf"})
+
+
+def test_a_package_may_bring_a_launcher(tmp_path):
+    """By an entry point, whether it is chosen or found: the class of the page."""
+    *_, (_, code) = blocks(ROOT / "docs" / "how_to" / "launch.md", "py")
+    (tmp_path / "lsf_for_keras.py").write_text(code)
+    info = tmp_path / "lsf_for_keras-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lsf_for_keras\n")
+    entry = "[keras_dist.clusters]\nlsf = lsf_for_keras:Lsf\n"
+    (info / "entry_points.txt").write_text(entry)
+    numbers = "JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 JSM_NAMESPACE_LOCAL_RANK=1"
+    code = "from keras_dist.clusters import find_place; print(find_place())"
+    for choice in ("", "lsf"):
+        more = {"LSB_HOSTS": "a a", "KERAS_DIST_CLUSTER": choice}
+        env = os.environ | variables(numbers) | more
+        env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        place = Place("jsrun", 1, 2, 1, 2, "a", 29_400)
+        assert done.stdout.strip() == str(place), done.stderr
 
 
 def test_a_launcher_that_srun_has_started_counts():

@@ -1,25 +1,38 @@
 """Who started this process, and which rank it is: one class for each launcher.
 
 A class answers from the environment alone; none of them starts anything. To support
-another launcher, write such a class in a file of its own, and add it to `CLUSTERS`.
+another launcher, write such a class, and name it in the entry points of a package, in
+the group `keras_dist.clusters`; or here, in a file of its own, in `CLUSTERS`.
 """
 
+import functools
 import os
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 
+from keras_dist.clusters.by_mpi4py import Mpi4py
 from keras_dist.clusters.cluster import Cluster, Place
+from keras_dist.clusters.flux import Flux
 from keras_dist.clusters.kubernetes import IndexedJob
 from keras_dist.clusters.numbered import HorovodVariables, Mpich, OpenMpi, Torchrun
+from keras_dist.clusters.pals import Pals
 from keras_dist.clusters.slurm import Slurm
 from keras_dist.clusters.tf_config import TfConfig
 
 __all__ = ["CLUSTERS", "Cluster", "Place", "find_place"]
 
-# In the order in which they are tried.
+# The variable by which users choose one, and its value for a process that is no rank.
+VARIABLE, NONE = "KERAS_DIST_CLUSTER", "none"
+
+# In the order in which they are tried. The first ones are also those that a rank sets
+# for itself, when it has met the others.
 CLUSTERS: list[Cluster] = [
     HorovodVariables(),
+    Mpi4py(),
     OpenMpi(),
     Mpich(),
+    Pals(),
+    Flux(),
     Slurm(),
     Torchrun(),
     TfConfig(),
@@ -35,13 +48,17 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
     Raises:
         ValueError: If a launcher's variables are incomplete or contradict each other,
-            or if two launchers have set theirs.
+            if two launchers have set theirs and `KERAS_DIST_CLUSTER` chooses none, or
+            if it chooses one that does not exist.
 
     >>> find_place({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}).launcher
     'horovodrun'
     """
     environ = os.environ if environ is None else environ
-    found = [cluster for cluster in CLUSTERS if cluster.is_here(environ)]
+    choice = environ.get(VARIABLE, "")
+    if choice == NONE:
+        return None
+    found = [each for each in _list_clusters(choice) if each.is_here(environ)]
     if len(found) > 1 and Slurm.has_one_task_per_node(environ):
         # Such a step starts the daemons of other launchers.
         found = [cluster for cluster in found if cluster.name != Slurm.name]
@@ -54,6 +71,31 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
             f"Two launchers say which rank this process is. Received: rank {first.rank}"
             f" of {first.size} by {first.launcher}, and rank {other.rank} of "
             f"{other.size} by {other.launcher}. Start the script by one of them, or "
-            f"unset the variables of the other one: {', '.join(other.variables)}."
+            f"choose: {VARIABLE}={found[0].key}, or {found[1].key}."
         )
     return first
+
+
+def _list_clusters(choice: str) -> list[Cluster]:
+    """List the clusters that may be here: all, or those that the user has chosen."""
+    if not choice:
+        return [*CLUSTERS, *_load_plugins()]
+    every = CLUSTERS
+    if choice not in {each.key for each in every}:
+        every = [*CLUSTERS, *_load_plugins()]
+    chosen = [each for each in every if each.key == choice]
+    if not chosen:
+        keys = ", ".join(dict.fromkeys(each.key for each in every))
+        raise ValueError(
+            f"{VARIABLE} names no launcher. Received: {VARIABLE}={choice}. Use one of "
+            f"{keys}; or {NONE} for a process that is no rank."
+        )
+    # A rank that has met the others is described by Horovod's variables.
+    return list(dict.fromkeys([CLUSTERS[0], *chosen]))
+
+
+@functools.cache
+def _load_plugins() -> tuple[Cluster, ...]:
+    """Make the clusters that installed packages have in their entry points."""
+    found = entry_points(group="keras_dist.clusters")
+    return tuple(each.load()() for each in found)

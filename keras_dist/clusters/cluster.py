@@ -4,7 +4,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
+
+# Where rank 0 is to serve a meeting, under a launcher that does not say it.
+MEETING = "KERAS_DIST_RDZV"
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,15 @@ class Place:
 
 
 class Cluster(ABC):
-    """A launcher that starts ranks and describes them by environment variables."""
+    """A launcher that starts ranks and describes them by environment variables.
+
+    Attributes:
+        name: For messages.
+        key: For `KERAS_DIST_CLUSTER`.
+    """
 
     name: ClassVar[str]
+    key: ClassVar[str]
 
     @abstractmethod
     def is_here(self, environ: Mapping[str, str]) -> bool:
@@ -87,3 +96,10 @@ def read_text(
 def read_number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     """Return the number in a variable of a launcher; see `read_text`."""
     return int(read_text(environ, name, launcher, r"\d+"))
+
+
+def read_meeting(environ: Mapping[str, str], launcher: str) -> dict[str, Any]:
+    """Return the address and the port in `KERAS_DIST_RDZV`, for a `Place`."""
+    meeting = read_text(environ, MEETING, launcher, r"[^:]+:\d+")
+    address, _, port = meeting.partition(":")
+    return {"address": address, "port": int(port)}

@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import Cluster, Place, read_number, read_text
+from keras_dist.clusters.cluster import (
+    MEETING,
+    Cluster,
+    Place,
+    read_meeting,
+    read_number,
+    read_text,
+)
 from keras_dist.clusters.slurm import NUMBERS
 
 
@@ -34,6 +41,7 @@ class HorovodVariables(NumberVariables):
     """`keras-dist run`, `horovodrun` and `horovod.spark.run`."""
 
     name: ClassVar[str] = "horovodrun"
+    key: ClassVar[str] = "horovod"
     variables = (
         "HOROVOD_RANK",
         "HOROVOD_SIZE",
@@ -45,7 +53,22 @@ class HorovodVariables(NumberVariables):
         return self.variables[0] in environ  # one rank is a job, too
 
 
-class OpenMpi(NumberVariables):
+class MpiVariables(NumberVariables):
+    """A launcher that connects ranks by MPI; or they meet at `KERAS_DIST_RDZV`.
+
+    The first needs a Horovod that was built with MPI.
+    """
+
+    key: ClassVar[str] = "mpi"
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        place = super().place(environ)
+        if not environ.get(MEETING):
+            return place
+        return replace(place, **read_meeting(environ, self.name))
+
+
+class OpenMpi(MpiVariables):
     """`mpirun` of Open MPI."""
 
     name: ClassVar[str] = "mpirun (Open MPI)"
@@ -57,8 +80,8 @@ class OpenMpi(NumberVariables):
     )
 
 
-class Mpich(NumberVariables):
-    """`mpirun` of MPICH and Intel MPI; not a step of SLURM, which may set PMI_RANK.
+class Mpich(MpiVariables):
+    """`mpirun` of MPICH and Intel MPI; not SLURM and PALS, which set PMI_RANK, too.
 
     Both set it in a batch script of SLURM, where rank 0 has SLURM's number by chance.
     """
@@ -70,13 +93,15 @@ class Mpich(NumberVariables):
         numbers = [environ.get(name) for name in self.variables[:2]]
         is_srun = numbers == [environ.get(name) for name in NUMBERS]
         is_mpi = self.variables[2] in environ  # never by SLURM
-        return super().is_here(environ) and (is_mpi or not is_srun)
+        is_other = is_srun or "PALS_RANKID" in environ
+        return super().is_here(environ) and (is_mpi or not is_other)
 
 
 class Torchrun(NumberVariables):
     """`torchrun --nproc-per-node 2 script.py`, whose own store has MASTER_PORT."""
 
     name: ClassVar[str] = "torchrun"
+    key: ClassVar[str] = "torchrun"
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
     def is_here(self, environ: Mapping[str, str]) -> bool:

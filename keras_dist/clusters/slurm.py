@@ -21,6 +21,7 @@ class Slurm(Cluster):
     """A step of several tasks: `srun -N 2 --ntasks-per-node=2 python script.py`."""
 
     name: ClassVar[str] = "srun"
+    key: ClassVar[str] = "slurm"
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
         return _RANK in environ and environ.get(_SIZE, "1") not in ("0", "1")

@@ -11,6 +11,7 @@ class TfConfig(Cluster):
     """A cluster of workers, and of a chief where there is one, which is rank 0."""
 
     name: ClassVar[str] = "TF_CONFIG"
+    key: ClassVar[str] = "tf_config"
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
         text = environ.get("TF_CONFIG", "")

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import tensorflow as tf
 
@@ -82,15 +83,48 @@ def rank_cores(cores: Sequence[int], *, local_rank: int, local_size: int) -> set
     return set(sorted(cores)[local_rank * each :][:each] if each else cores)
 
 
+def has_own_cores(count: int, *, local_size: int, num_cores: int) -> bool:
+    """Return True if a launcher has bound each rank to cores of its own.
+
+    `srun` with task/affinity does, and `mpirun --bind-to core`. A mask that all ranks
+    share has all cores of the host or container, or too many for each rank to have as
+    many.
+
+    Args:
+        count: Cores of this rank.
+        local_size: Ranks on this host.
+        num_cores: Cores of the host, or of the container.
+
+    >>> has_own_cores(2, local_size=4, num_cores=8)
+    True
+    >>> has_own_cores(8, local_size=4, num_cores=8)
+    False
+    """
+    return count * local_size <= num_cores and count < num_cores
+
+
+def _count_cores() -> int:
+    """Count the cores of the control group of this process, or of the host."""
+    with contextlib.suppress(OSError):
+        group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
+        path = Path(f"/sys/fs/cgroup{group}/cpuset.cpus.effective")
+        ranges = (part.split("-") for part in path.read_text().strip().split(","))
+        return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
+    return os.cpu_count() or 1
+
+
 def _set_threads(world: World, *, is_binding: bool) -> int:
     """Set TensorFlow's threads to this rank's share of the cores; return how many."""
     chosen = tf.config.threading.get_intra_op_parallelism_threads()
     if chosen or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return int(chosen)
     cores = sorted(os.sched_getaffinity(0))
+    has_own = not is_binding and has_own_cores(
+        len(cores), local_size=world.local_size, num_cores=_count_cores()
+    )
+    if world.local_size == 1 or has_own:
+        return len(cores)
     threads = max(1, len(cores) // world.local_size)
-    if world.local_size == 1:
-        return threads
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
     is_binding |= len(cores) == os.cpu_count()
     if is_binding and os.environ.get(_BIND) != "0":
