@@ -3,6 +3,7 @@
 PYTHON ?= python3
 HOROVOD ?=
 BIN := .venv/bin
+INSTALLED := .venv/.installed
 READY := .venv/.ready
 DOCS := .venv/.docs
 RELEASE := .venv-release
@@ -39,8 +40,9 @@ help:
 
 setup: $(READY)
 
-# The stamp is newer than these where nothing is left to do.
-$(READY): pyproject.toml $(wildcard keras_dist/tools/install/patches/*.patch)
+# A stamp is newer than these where nothing is left to do. The first one is all that a
+# training needs; the second one has Horovod, too, and what the tests need.
+$(INSTALLED): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
 	    echo "$(PYTHON) was not found."; \
 	    echo "On Debian or Ubuntu: apt-get install python3 python3-venv"; \
@@ -48,13 +50,17 @@ $(READY): pyproject.toml $(wildcard keras_dist/tools/install/patches/*.patch)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	    echo "Python 3.11, 3.12 or 3.13 is needed. Received: $$($(PYTHON) --version)."; \
 	    echo "Name another one: make setup PYTHON=python3.12"; exit 1; } >&2
-	@packages=""; \
-	command -v $(firstword $(CXX)) >/dev/null || packages="$$packages g++"; \
-	$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || packages="$$packages python3-venv"; \
-	test -z "$$packages" || { \
-	    echo "These Debian and Ubuntu packages, or others like them, are missing:$$packages"; \
-	    echo "As root, or after sudo: apt-get install$$packages"; exit 1; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "This Debian and Ubuntu package, or one like it, is missing: python3-venv"; \
+	    echo "As root, or after sudo: apt-get install python3-venv"; exit 1; } >&2
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install -e '.[tensorflow]' 'scikit-learn>=1.4'
+	@touch $@
+
+$(READY): $(INSTALLED) $(wildcard keras_dist/tools/install/patches/*.patch)
+	@command -v $(firstword $(CXX)) >/dev/null || { \
+	    echo "This Debian and Ubuntu package, or one like it, is missing: g++"; \
+	    echo "As root, or after sudo: apt-get install g++"; exit 1; } >&2
 	$(BIN)/python -m pip install -e '.[dev]'
 	$(BIN)/python -m keras_dist install-horovod --if-needed --no-nccl $(HOROVOD) \
 	    $(if $(WHEEL_DIR),--wheel-dir '$(WHEEL_DIR)')
@@ -72,7 +78,7 @@ check: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadscope tests
 
-demo: setup
+demo: $(INSTALLED)
 	$(BIN)/keras-dist run -np 2 examples/digits.py
 
 # Warnings are errors; every link between pages is checked, and the notebook is executed.

@@ -387,7 +387,7 @@ def sum_compressed(flat: Any, largest: Any, *, kind: str, name: str) -> Any:
     # The sum of the largest numbers of all ranks fits, too.
     shift -= math.ceil(math.log2(world.size))
     words = _encode(tf.add_n(chunks)[tf.newaxis], shift, kind)
-    sums = _run("allgather", link, words, f"{name}.sums")
+    sums = _run("allgather", link, words, f"{name}.sums", equal_rows=True)
     return tf.reshape(_decode(sums, shift, kind), [-1])[:length]
 
 
@@ -406,14 +406,21 @@ def total(tensor: Any, *, purpose: str, divisor: int | None = None) -> Any:
     return tf.cast(result if divisor is None else result / divisor, tensor.dtype)
 
 
-def gather_rows(tensor: Any, *, name: str) -> Any:
-    """Concatenate the tensors of all ranks along their first axis, in rank order."""
+def gather_rows(tensor: Any, *, name: str, **options: Any) -> Any:
+    """Concatenate the tensors of all ranks along their first axis, in rank order.
+
+    Args:
+        tensor: A tensor of this rank.
+        name: Name of the collective.
+        **options: `equal_rows=True` if all ranks have as many rows: TensorFlow's
+            transport then need not compare them before.
+    """
     link, _ = runtime.connection()
     if link is None:
         return tensor
     # Indices of rows are nearly always int32, and half of what an `Embedding` may send.
     wire = _hide(tensor) if tensor.dtype == tf.int32 else sendable(tensor)
-    result = _run("allgather", link, wire, name)
+    result = _run("allgather", link, wire, name, **options)
     return tf.cast(result, tensor.dtype)
 
 

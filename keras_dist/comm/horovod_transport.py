@@ -179,6 +179,7 @@ class HorovodTransport(Transport):
         if compression := options.get("compression"):
             theirs = getattr(self._module.Compression, compression)
             options = {**options, "compression": theirs}
+        options.pop("equal_rows", None)  # it compares them in any case
         options |= {"name": name, "ignore_name_scope": True}
         return getattr(self._module, function)(tensor, **options)
 

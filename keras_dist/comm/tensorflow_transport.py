@@ -18,10 +18,13 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import tensorflow as tf
 
 from keras_dist import private
@@ -37,7 +40,7 @@ from keras_dist.comm.transport import (
 from keras_dist.comm.world import World
 from keras_dist.launch.hosts import LOOPBACK, addresses, find_address_towards
 from keras_dist.launch.monitor.rank_process import SHUT_DOWN
-from keras_dist.launch.store import StoreClient, find_store
+from keras_dist.launch.store import MANY, StoreClient, find_store
 from keras_dist.launch.time_limits import TimeLimits
 
 # Seconds between two looks at the store and the other ranks; more where there are many
@@ -45,8 +48,11 @@ from keras_dist.launch.time_limits import TimeLimits
 _TICK, _MANY = 0.5, 32
 _ANSWER_SECONDS, _LEAVE_SECONDS = 5.0, 1.0
 
+# Numbers of the accounts of people, on most systems.
+_ACCOUNTS = range(1000, 60_000)
+
 # Ports for TensorFlow's server.
-_PORTS = range(15_000, 32_000)
+_PORTS = range(15_000, 20_000)
 
 # What gRPC says of a process that is gone, at once; a network may come back.
 _GONE = "Connection refused"
@@ -101,6 +107,7 @@ def connect(place: Place, world: World) -> "TensorFlowTransport":
             f"import to the first line of the script, or run `{INSTALL}` to use "
             "Horovod."
         )
+    _warn_of_accounts(place)
     store = find_store()
     if store is None:
         raise RuntimeError(
@@ -121,7 +128,8 @@ def connect(place: Place, world: World) -> "TensorFlowTransport":
             f"{place.rank}: {error}. Another program may have taken the port in this "
             "moment: start the job again."
         ) from error
-    return TensorFlowTransport(world, store)
+    hosts = {worker.rpartition(":")[0] for worker in workers}
+    return TensorFlowTransport(replace(world, num_hosts=len(hosts)), store)
 
 
 def _reserve_port() -> socket.socket:
@@ -144,6 +152,22 @@ def _reserve_port() -> socket.socket:
     )
 
 
+def _warn_of_accounts(place: Place) -> None:
+    """Warn if other people use this host, who could reach TensorFlow's server."""
+    found = set[int]()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has just ended
+            found.add(os.stat(f"/proc/{pid}").st_uid)
+    others = sorted(found & set(_ACCOUNTS) - {os.getuid()})
+    if others and place.local_rank == 0:
+        warnings.warn(
+            "TensorFlow's server has no authentication, and other accounts on this "
+            f"host can reach it. Received: processes of the users {others}. Run "
+            f"`{INSTALL}` to use Horovod instead.",
+            stacklevel=2,
+        )
+
+
 def _find_address(place: Place, store: StoreClient) -> str:
     """Return the address at which the other ranks reach this one."""
     if place.local_size == place.size:
@@ -160,14 +184,14 @@ class TensorFlowTransport(Transport):
         store: The store of the job.
 
     Attributes:
-        accelerator: The device whose floats are summed there, and how: "nccl". `None`
+        accelerator: The device whose floats are summed there, and how: "nccl"; empty
             where there are CPUs alone.
     """
 
     def __init__(self, world: World, store: StoreClient) -> None:
         self.world, self._store = world, store
         has_gpu = bool(tf.config.get_visible_devices("GPU"))
-        self.accelerator = ("GPU:0", "nccl") if has_gpu else None
+        self.accelerator = ("GPU:0", "nccl") if has_gpu else ()
         self.most_elements = 2**31 - 1
         # Each failure begins another generation of keys, in which nothing of the last
         # one is under way any more. Graphs read its number.
@@ -259,8 +283,13 @@ class TensorFlowTransport(Transport):
         """Add the operations of a collective to a graph."""
         build = getattr(self, f"_{function}")
         options.setdefault("num_parts", _count_parts(tensor))
-        with tf.device("CPU:0"):
+        with tf.device(self._find_device(function, tensor.dtype)):
             return build(tensor, name, **options)
+
+    def _find_device(self, function: str, dtype: Any) -> str:
+        """Return where a collective runs: the accelerator adds floats, and no more."""
+        is_fast = function == "allreduce" and dtype.is_floating
+        return self.accelerator[0] if self.accelerator and is_fast else "CPU:0"
 
     def _allreduce(
         self,
@@ -281,8 +310,7 @@ class TensorFlowTransport(Transport):
         flat = tf.reshape(tensor, [-1])
         if not (isinstance(name, str) and tensor.shape.is_fully_defined()):
             flat = tf.pad(flat, [[0, 1]])  # gRPC sends no empty message
-            sizes, _ = self._compare(name, text, shape)
-            with tf.control_dependencies([sizes]):
+            with tf.control_dependencies([self._compare(name, text, shape)]):
                 flat = tf.identity(flat)
         elif tensor.shape.num_elements() == 0:
             return tensor
@@ -308,7 +336,7 @@ class TensorFlowTransport(Transport):
         if equal_rows:
             rows = tf.fill([size], shape[0])
         else:
-            _, rows = self._compare(name, text, shape[1:], shape[0])
+            rows = self._compare(name, text, shape[1:], shape[0])
         words, row_size = _to_words(tensor), tf.reduce_prod(shape[1:])
         most = tf.maximum(_count_words(tf.reduce_max(rows) * row_size, dtype), 1)
         padded = tf.pad(words, [[0, most - tf.size(words)]])
@@ -333,8 +361,7 @@ class TensorFlowTransport(Transport):
     ) -> Any:
         dtype, shape = tensor.dtype, tf.shape(tensor)
         text = f"broadcast {dtype.name} {root_rank}"
-        sizes, _ = self._compare(name, text, shape)
-        with tf.control_dependencies([sizes]):
+        with tf.control_dependencies([self._compare(name, text, shape)]):
             words = tf.pad(_to_words(tensor), [[0, 1]])
         found = []
         for number, part in enumerate(_split(words, num_parts)):
@@ -352,69 +379,59 @@ class TensorFlowTransport(Transport):
 
     def _reduce(self, part: Any, name: Any, text: str, operation: str) -> Any:
         common = self._common(name, text, tf.size(part))
-        place = contextlib.nullcontext()
         if self.accelerator and part.dtype.is_floating:
+            # NCCL needs one order on all ranks: that in which the graph was traced.
             device, hint = self.accelerator
-            place = tf.device(device)
-            with place:  # NCCL needs one order on all ranks: of the graph
-                order = tf.raw_ops.VarHandleOp(
-                    dtype=tf.float32, shape=[], shared_name="keras_dist.order"
-                )
             common |= {"group_key": 2, "communication_hint": hint}
-            common["ordering_token"] = [order]
-            place = tf.device(device)
-        with place:
-            return tf.raw_ops.CollectiveReduceV2(
-                input=part, merge_op=operation, final_op="Id", **common
-            )
+            common["ordering_token"] = [self._make_order(device).handle]
+        return tf.raw_ops.CollectiveReduceV2(
+            input=part, merge_op=operation, final_op="Id", **common
+        )
 
-    def _compare(
-        self, name: Any, text: str, shape: Any, rows: Any = 0
-    ) -> tuple[Any, Any]:
-        """Raise on all ranks if one sends something else; return the rows of each.
+    @functools.cache  # noqa: B019
+    def _make_order(self, device: str) -> Any:
+        """Make what all collectives of a device use, one after the other."""
+        with tf.init_scope(), tf.device(device):
+            return tf.Variable(0.0, trainable=False)
 
-        The first result is what has to be done before.
-        """
+    def _compare(self, name: Any, text: str, shape: Any, rows: Any = 0) -> Any:
+        """Return the rows of each rank; raise on all if one sends something else."""
         factors = tf.range(1, tf.size(shape) + 1) * _MIX[1]
         digest = tf.reduce_sum(tf.cast((shape + 1) * factors, tf.int64))
         own = [zlib.crc32(text.encode()), digest, tf.cast(rows, tf.int64)]
-        everyone = tf.raw_ops.CollectiveGatherV2(
-            input=tf.stack(own), **self._common(name, "compare", 0)
-        )
+        common = self._common(name, "compare", 0)
+        with tf.device("CPU:0"):
+            everyone = tf.raw_ops.CollectiveGatherV2(input=tf.stack(own), **common)
         everyone = tf.reshape(everyone, [self.world.size, 3])
         is_equal = tf.reduce_all(everyone[:, :2] == everyone[:1, :2])
-        check = tf.debugging.Assert(is_equal, [_MISMATCH])
-        with tf.control_dependencies([check] if check is not None else []):
-            return tf.identity(is_equal), tf.cast(everyone[:, 2], tf.int32)
+        with tf.control_dependencies([tf.debugging.Assert(is_equal, [_MISMATCH])]):
+            return tf.cast(everyone[:, 2], tf.int32)
 
     def _common(self, name: Any, text: str, count: Any) -> dict[str, Any]:
         """Return the arguments of all collectives: their group, and their key."""
         digest = zlib.crc32(name.encode()) if isinstance(name, str) else name
-        key = digest * _MIX[0] + zlib.crc32(text.encode())
-        key += tf.cast(count, tf.int64) * _MIX[1] + self._read_generation() * _MIX[2]
+        with tf.device("CPU:0"):
+            generation = tf.raw_ops.ReadVariableOp(
+                resource=_find_variable("generation"), dtype=tf.float32
+            )
+            key = digest * _MIX[0] + zlib.crc32(text.encode())
+            for number, factor in ((count, _MIX[1]), (generation, _MIX[2])):
+                key += tf.cast(number, tf.int64) * factor
+            key = tf.cast(key % _PRIME, tf.int32)
         return {
             "group_size": self.world.size,
             "group_key": 1,
-            "instance_key": tf.cast(key % _PRIME, tf.int32),
+            "instance_key": key,
             "communication_hint": "ring",
             "timeout_seconds": 0.0,
             "ordering_token": [],
         }
 
-    def _generation_handle(self) -> Any:
-        return tf.raw_ops.VarHandleOp(
-            dtype=tf.int64, shape=[], shared_name="keras_dist.generation"
-        )
-
-    def _read_generation(self) -> Any:
-        handle = self._generation_handle()
-        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
-
     def _set_generation(self, number: int) -> None:
         self._generation = number
         with tf.init_scope(), tf.device("CPU:0"):
             tf.raw_ops.AssignVariableOp(
-                resource=self._generation_handle(), value=tf.constant(number, tf.int64)
+                resource=_find_variable("generation"), value=float(number)
             )
 
     def list_names(self) -> set[str]:
@@ -443,7 +460,8 @@ class TensorFlowTransport(Transport):
             self._canceler.start_cancel()
             self._replace_canceler()
         if not self._is_aborted:  # else the others find that for themselves
-            self._store.put(f"{_FAILED}{self._generation}", self.world.rank)
+            note = f"{_FAILED}{self._generation}"
+            self._store.put(note, self.world.rank, attempts=MANY)
         try:
             yield
         finally:
@@ -496,6 +514,13 @@ class TensorFlowTransport(Transport):
         if not hasattr(sys, "last_value"):
             with contextlib.suppress(Exception):  # the other ranks may have ended
                 self._run("allgather", tf.constant([0]), "keras_dist.leave")
+
+
+def _find_variable(name: str) -> Any:
+    """Return a variable of TensorFlow by its name: no graph has to capture it."""
+    return tf.raw_ops.VarHandleOp(
+        dtype=tf.float32, shape=[], shared_name=f"keras_dist.{name}"
+    )
 
 
 def _find_end(rank: int) -> str | None:

@@ -53,7 +53,8 @@ class Transport(ABC):
                 tensors of an allgather may have different numbers of rows.
             tensor: A tensor, in a graph or outside of one.
             name: Name of the collective, by which the ranks find each other.
-            **options: `root_rank` of a broadcast; what functions of Horovod take.
+            **options: `root_rank` of a broadcast; `equal_rows` of an allgather; what
+                functions of Horovod take.
         """
 
     @abstractmethod

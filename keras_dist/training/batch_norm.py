@@ -143,7 +143,8 @@ def _own_moments(inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any, Any]:
 def _gather(own: Any) -> Any:
     """Gather the vectors of all ranks as rows of a matrix, with its gradient."""
     context = step_context.current()
-    everyone = comm.gather_rows(own[tf.newaxis], name=comm.name_of("moments"))
+    name = comm.name_of("moments")
+    everyone = comm.gather_rows(own[tf.newaxis], name=name, equal_rows=True)
 
     def gradient(upstream: Any) -> Any:
         # The gradients of weights are averaged by rows later, which multiplies them by

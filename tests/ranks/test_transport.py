@@ -119,3 +119,21 @@ def test_an_error_ends_a_graph_that_waits_for_this_rank(world):
         world.size - 1
     )
     assert step(tf.ones([3])).numpy().tolist() == [world.size] * 3
+
+
+def test_sums_of_an_accelerator_are_ordered_by_their_graph(world, monkeypatch):
+    """As over NCCL, by the same graph on CPUs."""
+    link = runtime.connected_link()
+    if link.is_horovod:
+        return
+    monkeypatch.setattr(link, "accelerator", ("CPU:0", "ring"))
+
+    @tf.function
+    def sums(x):
+        return [link.send("allreduce", x * k, f"order.{k}") for k in range(5)]
+
+    found = sums(tf.ones([3]))
+    nodes = sums.get_concrete_function(tf.ones([3])).graph.as_graph_def().node
+    reduces = [node for node in nodes if node.op == "CollectiveReduceV2"]
+    assert sum(any(i.startswith("^") for i in node.input) for node in reduces) == 4
+    assert [each.numpy()[0] for each in found] == [k * world.size for k in range(5)]

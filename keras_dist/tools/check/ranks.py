@@ -134,9 +134,7 @@ def check_sums(hosts: Sequence[str]) -> Result:
         is_right = comm.gather(bool(tf.reduce_all(total == expected)))
         if not all(is_right):
             wrong = [rank for rank, right in enumerate(is_right) if not right]
-            cure = (
-                "Try `-np 2` on each host, and build anew: keras-dist install-horovod"
-            )
+            cure = "Try `-np 2` on each host, and the other KERAS_DIST_TRANSPORT."
             seen = f"a sum of {size} is wrong on {name_ranks(wrong, hosts)}"
             return Result("sums", "failed", seen, cure)
         times = []
