@@ -15,9 +15,9 @@ from keras_dist.training.session import session_of
 
 
 class AverageStatistics(FitCallback):
-    """Switches on that the statistics of each rank's rows become those of all rows.
+    """Switches on the synchronization of statistics of each rank's own rows.
 
-    They are synchronized before each evaluation and prediction, and at the end of each
+    This happens before each evaluation and prediction, and at the end of each
     epoch, so that all ranks evaluate the same model, and the first rank saves it. The
     `aggregation` of each non-trainable weight, an attribute set by the author of its
     layer, decides how:
@@ -33,8 +33,7 @@ class AverageStatistics(FitCallback):
     Gradients that are accumulated for a later update are summed on the first rank; at
     the end of the training, all ranks receive the sum.
 
-    Position in the list: the first of keras_dist before callbacks that save or
-    evaluate.
+    Position in the list: a callback of keras_dist before those that save or evaluate.
 
     Example:
 

@@ -14,15 +14,15 @@ from keras_dist.training.session import session_of
 
 
 class BroadcastVariables(FitCallback):
-    """Switches on that all ranks start from the first rank's weights and optimizer.
+    """Switches on the broadcast of the first rank's state before the first step.
 
-    The model and its optimizer are built first: otherwise the optimizer would have no
-    state to copy, and the first step would start from different weights. States of
-    random generators are copied, too: each rank draws its rows of what one process
-    draws.
+    All ranks get its weights and the state of its optimizer. Model and optimizer are
+    built first: otherwise the optimizer would have no state to copy, and the first step
+    would start from different weights. States of random generators are copied, too:
+    each rank draws its rows of what one process draws.
 
-    Position in the list: the last of keras_dist behind callbacks that restore state on
-    the first rank, so that this is broadcast, too.
+    Position in the list: a callback of keras_dist after those that restore state on the
+    first rank, so that it is broadcast, too.
 
     Raises:
         ValueError: On all ranks, before anything is broadcast, if the ranks' variables

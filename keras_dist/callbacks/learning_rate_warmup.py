@@ -9,7 +9,7 @@ from keras_dist.training.session import session_of
 
 
 class LearningRateWarmup(FitCallback):
-    """Switches on that updates have the learning rate times a factor that rises from 1.
+    """Switches on a factor on the learning rate of updates, which rises from 1.
 
     The factor rises batch by batch to its full value over `warmup_epochs`, and stays
     there (Goyal et al., 2017, https://arxiv.org/abs/1706.02677). It depends on

@@ -5,7 +5,7 @@ from keras_dist.training.session import session_of
 
 
 class MetricAverage(FitCallback):
-    """Switches on that metrics are exactly those of the rows of all ranks.
+    """Switches on metrics that cover the rows of all ranks exactly.
 
     The state of each metric is summed over the ranks before its result is computed, in
     training and validation. So the result equals the result of one process on all rows,

@@ -23,7 +23,7 @@ _SHOWN = 5
 
 
 class ReplicaCheck(FitCallback):
-    """Switches on that all ranks' weights and optimizer state are compared, bit by bit.
+    """Switches on a check that all ranks hold the same model, bit by bit.
 
     Every rank applies every update to its own copy of the model, from the same averaged
     gradients. If a callback changes a weight on one rank, or a machine computes a wrong
@@ -40,7 +40,7 @@ class ReplicaCheck(FitCallback):
     `dist_fit` adds `ReplicaCheck(every=None)` if the list has none. On one rank, the
     callback does nothing.
 
-    Position in the list: the first of keras_dist before callbacks that save.
+    Position in the list: a callback of keras_dist before those that save.
 
     Args:
         every: Steps between two checks, the same on all ranks. `None`: check only at

@@ -9,7 +9,7 @@ from keras_dist.lines import say, warn
 
 
 class StopAtAccuracy(FitCallback):
-    """Switches on that all ranks stop after the epoch in which a metric is good enough.
+    """Switches on a stop of all ranks after an epoch in which a metric is good enough.
 
     Args:
         target: The value of the metric to reach, for example 0.95.

@@ -6,14 +6,14 @@ from keras_dist.training.session import session_of
 
 
 class StopTogether(FitCallback):
-    """Switches on that `model.stop_training` of any rank stops all after the same step.
+    """Switches on joint stops: `model.stop_training` of any rank stops all.
 
     If one rank stopped alone, the others would wait for it in the next collective. So
     `model.stop_training = True` on one rank is a stop request. It is sent to all ranks
     with the gradients of the next update; after that step, all ranks stop. At the end
     of an epoch, it is sent at once.
 
-    Position in the list: the last of keras_dist behind callbacks that request a stop.
+    Position in the list: a callback of keras_dist after those that request a stop.
 
     Example:
 

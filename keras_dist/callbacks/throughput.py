@@ -8,13 +8,13 @@ from keras_dist.training.session import session_of
 
 
 class Throughput(FitCallback):
-    """Switches on that the logs of each epoch have the rows per second of all ranks.
+    """Switches on the rows per second of all ranks in the logs of each epoch.
 
     `logs["rows_per_second"]` is the number of rows that all ranks trained on, divided
     by the training time of the slowest rank, without validation. Keras prints it with
     the other logs.
 
-    Position in the list: the first of keras_dist before callbacks that read `logs`.
+    Position in the list: a callback of keras_dist before those that read `logs`.
 
     Raises:
         RuntimeError: At the end of an epoch, if another rank has ended.

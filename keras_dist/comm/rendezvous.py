@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
@@ -87,6 +88,10 @@ def compare_transports(
         time.sleep(_TICK)
 
 
+# What `scontrol`, `munge` and `unmunge` have to answer.
+_ANSWER_SECONDS = 20
+
+
 def meet(place: Place) -> None:
     """Set the variables by which Horovod finds the other ranks of a job.
 
@@ -135,7 +140,7 @@ def encode_secret(secret: str) -> str:
     words = ["munge", "--restrict-uid", str(os.getuid())]
     if shutil.which(words[0]) is None:
         return ""
-    return subprocess.run(words, input=secret, capture_output=True, text=True).stdout
+    return _ask(words, secret).stdout
 
 
 def decode_secret(credential: str) -> str:
@@ -144,20 +149,14 @@ def decode_secret(credential: str) -> str:
     Raises:
         ValueError: If it cannot be decoded, or another user has made it.
     """
-    try:
-        done = subprocess.run(
-            ["unmunge"], input=credential, capture_output=True, text=True
-        )
-        head, _, secret = done.stdout.partition("\n\n")
-        error = done.stderr.strip()
-    except OSError as no_program:
-        head, secret, error = "", "", str(no_program)
+    done = _ask(["unmunge"], credential)
+    head, _, secret = done.stdout.partition("\n\n")
     # Ranks of one host decode the same one: all but the first are told so, by an error.
     user = re.search(r"^UID:.*\((\d+)\)$", head, re.MULTILINE)
     if not secret or user is None or int(user[1]) != os.getuid():
         raise ValueError(
             "The secret of the first rank, in a credential of MUNGE, cannot be used. "
-            f"Received: {error or user}. Set one {SECRET} for all ranks."
+            f"Received: {done.stderr.strip() or user}. Set one {SECRET} for all ranks."
         )
     return secret
 
@@ -167,9 +166,15 @@ def _resolve_node(node: str) -> str:
     with contextlib.suppress(OSError):
         socket.gethostbyname(node)
         return node
-    words = ["scontrol", "show", "node", node]
-    with contextlib.suppress(OSError):
-        text = subprocess.run(words, capture_output=True, text=True).stdout
-        if found := re.search(r"NodeAddr=(\S+)", text):
-            return found[1]
-    return node  # which the error names
+    text = _ask(["scontrol", "show", "node", node]).stdout
+    found = re.search(r"NodeAddr=(\S+)", text)
+    return found[1] if found else node  # which the error names
+
+
+def _ask(words: list[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program of the cluster, which may not answer."""
+    options: Any = {"input": text, "capture_output": True, "text": True}
+    try:
+        return subprocess.run(words, timeout=_ANSWER_SECONDS, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(words, 1, "", str(error))
