@@ -76,7 +76,7 @@ class StepNoise:
         if self._has_drawn():
             if private.keras_state().get(private.SEED_GENERATOR) is None:
                 random.randint(1, int(1e9))  # as Keras, which draws a seed
-            _set_keras_state(comm.to_array(self._generator.state))
+            set_keras_state(comm.to_array(self._generator.state))
         self._begun = None
 
     def _has_drawn(self) -> bool:
@@ -89,12 +89,6 @@ class StepNoise:
             return comm.to_array(self._generator.state)
         generator = private.keras_state().get(private.SEED_GENERATOR)
         return None if generator is None else comm.to_array(generator.state)
-
-    def write_state(self, state: Any) -> None:
-        """Restore what `read_state` returned."""
-        if state is not None:
-            _set_keras_state(state)
-            self._generator.state.assign(state)
 
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
@@ -153,7 +147,11 @@ def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[
         state[private.SEED_GENERATOR] = before
 
 
-def _set_keras_state(value: Any) -> None:
+def set_keras_state(value: Any) -> None:
+    """Set from where functions of `keras.random` without a seed draw, in a fit, too.
+
+    In a fit on several ranks, before `StepNoise.prepare`.
+    """
     state = private.keras_state()
     if state.get(private.SEED_GENERATOR) is None:
         state[private.SEED_GENERATOR] = keras.random.SeedGenerator(0)

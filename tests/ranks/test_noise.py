@@ -127,7 +127,8 @@ class Draws(keras.Model):
             drawn = [k(shape, dtype=d, **given) for k in kinds for d in dtypes]
             drawn.append(keras.random.randint(shape, 0, 10**6, **given))
             drawn.append(keras.random.truncated_normal(shape, **given))
-            drawn.append(keras.random.gamma(shape, 0.3, **given))
+            for alpha in 0.3, ops.full(shape, 0.3):
+                drawn.append(keras.random.gamma(shape, alpha, **given))
             drawn.append(keras.random.normal((2, 3), **given))  # no rows
             drawn.append(keras.random.dropout(ops.ones(shape), 0.5, **given))
             self.drawn = [ops.convert_to_numpy(ops.cast(d, "float64")) for d in drawn]
