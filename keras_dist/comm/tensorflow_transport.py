@@ -114,7 +114,7 @@ def connect(place: Place, world: World) -> "TensorFlowTransport":
             f"{place.launcher} does not say where ranks meet, so that TensorFlow's own "
             f"collectives cannot connect them. Received: rank {place.rank} of "
             f"{place.size}, and {VARIABLE}={os.environ.get(VARIABLE, '')}. Run "
-            f"`{INSTALL} --mpi`, or start the ranks with `keras-dist run`."
+            f"`{INSTALL} --mpi`, or name a meeting: KERAS_DIST_RDZV=HOST:29400."
         )
     with _reserve_port() as port:
         address = f"{_find_address(place, store)}:{port.getsockname()[1]}"

@@ -83,5 +83,5 @@ def run(
 
 def write(path: str, value: Any) -> None:
     """Pickle a value, also a function of a notebook, into a file."""
-    # cloudpickle is installed with Horovod.
+    # Only here: the ranks, and commands, need not wait for its import.
     Path(path).write_bytes(importlib.import_module("cloudpickle").dumps(value))
