@@ -7,6 +7,7 @@ draws as many as without that.
 """
 
 import contextlib
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -29,6 +30,10 @@ _OTHERS = (
     "stateless_random_uniform_int_v2",
     "stateless_random_uniform_full_int_v2",
 )
+
+# Of more numbers for the rows of all ranks, each rank draws its own: its operations
+# have this in their names.
+_MOST_NUMBERS, _APART = 2**24, "draw_apart"
 
 # Types of operations of which each rank draws its own numbers.
 _OWN = re.compile(
@@ -102,8 +107,10 @@ class StepNoise:
         with draw_rows(self._generator, lambda seed: (seed + own) % 2**31):
             yield
         if not tf.executing_eagerly():
-            types = {operation.type for operation in graph.get_operations()[before:]}
-            self.own_draws = sorted(filter(_OWN.match, types))
+            operations = graph.get_operations()[before:]
+            own_draws = {o.type for o in operations if f"{_APART}/Stateless" in o.name}
+            types = {operation.type for operation in operations}
+            self.own_draws = sorted({*own_draws, *filter(_OWN.match, types)})
 
     @contextlib.contextmanager
     def draw_common_numbers(self) -> Iterator[None]:
@@ -201,6 +208,14 @@ def _take_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     found = _find_rows(shape)
     if found is None:
         return plain(shape, **arguments)
+    static = tf.get_static_value(tf.convert_to_tensor(shape), partial=True)
+    sizes = () if static is None else static[1:]
+    row_size = math.prod(size or 1 for size in sizes)
+    if (step_context.current().global_rows or 0) * row_size > _MOST_NUMBERS:
+        name = "seed" if "seed" in arguments else "counter"
+        with tf.name_scope(_APART):
+            arguments[name] = _separate(shape, arguments[name])
+            return plain(shape, **arguments)
     shape, begin, total, times = found
     rows = shape[:1]
     every = tf.where(times > 0, total * times, rows)

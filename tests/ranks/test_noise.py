@@ -10,6 +10,7 @@ import tensorflow as tf
 from claims import assert_equals_one_process, shortened, warned
 
 import keras_dist
+from keras_dist.training import noise
 
 layers, ops = keras.layers, keras.ops
 
@@ -165,8 +166,8 @@ def test_a_second_fit_goes_on_where_the_first_has_ended():
         np.testing.assert_allclose(own, other, 1e-8)
 
 
-def test_numbers_of_each_rank_are_named(world, caplog):
-    """Of `tf.random` without a seed; what Keras draws is not."""
+def test_numbers_of_each_rank_are_named(world, caplog, monkeypatch):
+    """Of `tf.random` without a seed, and of many that cannot be skipped; no others."""
 
     class Noise(layers.Layer):
         def call(self, x):
@@ -176,7 +177,16 @@ def test_numbers_of_each_rank_are_named(world, caplog):
                 + tf.random.normal([], dtype=x.dtype)
             )
 
-    for layer, count in ((Noise, 1), (lambda: layers.Dropout(0.5), 0)):
+    class Truncated(layers.Layer):
+        def call(self, x):
+            return x + keras.random.truncated_normal(ops.shape(x))
+
+    monkeypatch.setattr(noise, "_MOST_NUMBERS", 100)
+    for layer, count in (
+        (Noise, 1),
+        (Truncated, 1),
+        (lambda: layers.Dropout(0.5), 0),
+    ):
         caplog.clear()
         model = maker(lambda: stack(VECTOR, layer))()  # noqa: B023
         keras_dist.dist_fit(model, *data_for(VECTOR), batch="global", verbose=2)
