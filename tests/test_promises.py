@@ -52,7 +52,7 @@ PROMISES = {
     "time, not the model": Promise(
         page="docs/concepts/batch.md",
         states=r'With `batch="global"` the number of ranks changes the time',
-        about=r"(ranks|processes) changes the time",
+        about=r"dist_fit.*(ranks|processes) changes the time",  # not `--distribute`
         says=r'batch="global"',
         wrong=(
             "`model.fit(…)` becomes `dist_fit(model, …)`, and **the number of "

@@ -15,6 +15,7 @@ from keras_dist import comm, mixin
 from keras_dist.data.draws import preserve_generators
 from keras_dist.data.source import run_alone
 from keras_dist.lines import warn
+from keras_dist.optimizer.step_context import Request
 from keras_dist.training.session import session_of
 from keras_dist.training.step import batch_logs
 
@@ -141,7 +142,7 @@ class UserCallbacks(keras.callbacks.Callback):
     has written exist before the other ranks read them.
 
     At the end of a batch, the logs of one process are exchanged if a callback of all
-    ranks reads them.
+    ranks reads them, and then a stop by which it has decided.
 
     Args:
         given: The callbacks, as the user passed them on this rank.
@@ -200,6 +201,11 @@ class UserCallbacks(keras.callbacks.Callback):
         if hook in self._shared_logs:
             logs = batch_logs(self.model, logs)
         self._call(callbacks, hook, batch, logs=logs)
+        if hook in self._shared_logs and "train" in hook:
+            # As on one process: not after the next update, which tells other requests.
+            requests = session_of(self.model).traced.requests
+            if any(comm.gather(requests.asked == Request.STOP)):
+                requests.agree(True)
 
     def _call_on_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
         for index in reversed(range(self._num_phases)):

@@ -28,7 +28,7 @@ from keras_dist.training.metric_state import (
     set_state,
 )
 from keras_dist.training.metrics import stateful_metrics, weights
-from keras_dist.training.noise import StepNoise
+from keras_dist.training.noise import StepNoise, set_keras_state
 from keras_dist.training.session import session_of
 
 
@@ -344,9 +344,10 @@ def random_state(noise: StepNoise | None = None) -> dict[str, Any]:
     return states
 
 
-def restore_random(states: dict[str, Any], noise: StepNoise) -> None:
+def restore_random(states: dict[str, Any]) -> None:
     """Set the generators to the states that `random_state` returned."""
-    noise.write_state(states["keras"])
+    if states["keras"] is not None:
+        set_keras_state(states["keras"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     draws.set_stash(states["stash"])

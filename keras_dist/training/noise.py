@@ -7,6 +7,7 @@ draws as many as without that.
 """
 
 import contextlib
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -29,6 +30,10 @@ _OTHERS = (
     "stateless_random_uniform_int_v2",
     "stateless_random_uniform_full_int_v2",
 )
+
+# Of more numbers for the rows of all ranks, each rank draws its own: its operations
+# have this in their names.
+_MOST_NUMBERS, _APART = 2**24, "draw_apart"
 
 # Types of operations of which each rank draws its own numbers.
 _OWN = re.compile(
@@ -76,7 +81,7 @@ class StepNoise:
         if self._has_drawn():
             if private.keras_state().get(private.SEED_GENERATOR) is None:
                 random.randint(1, int(1e9))  # as Keras, which draws a seed
-            _set_keras_state(comm.to_array(self._generator.state))
+            set_keras_state(comm.to_array(self._generator.state))
         self._begun = None
 
     def _has_drawn(self) -> bool:
@@ -90,12 +95,6 @@ class StepNoise:
         generator = private.keras_state().get(private.SEED_GENERATOR)
         return None if generator is None else comm.to_array(generator.state)
 
-    def write_state(self, state: Any) -> None:
-        """Restore what `read_state` returned."""
-        if state is not None:
-            _set_keras_state(state)
-            self._generator.state.assign(state)
-
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
         """Context manager in which a step is traced, or runs eagerly.
@@ -108,8 +107,10 @@ class StepNoise:
         with draw_rows(self._generator, lambda seed: (seed + own) % 2**31):
             yield
         if not tf.executing_eagerly():
-            types = {operation.type for operation in graph.get_operations()[before:]}
-            self.own_draws = sorted(filter(_OWN.match, types))
+            operations = graph.get_operations()[before:]
+            own_draws = {o.type for o in operations if f"{_APART}/Stateless" in o.name}
+            types = {operation.type for operation in operations}
+            self.own_draws = sorted({*own_draws, *filter(_OWN.match, types)})
 
     @contextlib.contextmanager
     def draw_common_numbers(self) -> Iterator[None]:
@@ -153,7 +154,11 @@ def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[
         state[private.SEED_GENERATOR] = before
 
 
-def _set_keras_state(value: Any) -> None:
+def set_keras_state(value: Any) -> None:
+    """Set from where functions of `keras.random` without a seed draw, in a fit, too.
+
+    In a fit on several ranks, before `StepNoise.prepare`.
+    """
     state = private.keras_state()
     if state.get(private.SEED_GENERATOR) is None:
         state[private.SEED_GENERATOR] = keras.random.SeedGenerator(0)
@@ -203,6 +208,14 @@ def _take_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     found = _find_rows(shape)
     if found is None:
         return plain(shape, **arguments)
+    static = tf.get_static_value(tf.convert_to_tensor(shape), partial=True)
+    sizes = () if static is None else static[1:]
+    row_size = math.prod(size or 1 for size in sizes)
+    if (step_context.current().global_rows or 0) * row_size > _MOST_NUMBERS:
+        name = "seed" if "seed" in arguments else "counter"
+        with tf.name_scope(_APART):
+            arguments[name] = _separate(shape, arguments[name])
+            return plain(shape, **arguments)
     shape, begin, total, times = found
     rows = shape[:1]
     every = tf.where(times > 0, total * times, rows)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from claims import assert_equals_one_process, shortened, warned
 
 import keras_dist
+from keras_dist.training import noise
 
 layers, ops = keras.layers, keras.ops
 
@@ -127,7 +128,8 @@ class Draws(keras.Model):
             drawn = [k(shape, dtype=d, **given) for k in kinds for d in dtypes]
             drawn.append(keras.random.randint(shape, 0, 10**6, **given))
             drawn.append(keras.random.truncated_normal(shape, **given))
-            drawn.append(keras.random.gamma(shape, 0.3, **given))
+            for alpha in 0.3, ops.full(shape, 0.3):
+                drawn.append(keras.random.gamma(shape, alpha, **given))
             drawn.append(keras.random.normal((2, 3), **given))  # no rows
             drawn.append(keras.random.dropout(ops.ones(shape), 0.5, **given))
             self.drawn = [ops.convert_to_numpy(ops.cast(d, "float64")) for d in drawn]
@@ -164,8 +166,8 @@ def test_a_second_fit_goes_on_where_the_first_has_ended():
         np.testing.assert_allclose(own, other, 1e-8)
 
 
-def test_numbers_of_each_rank_are_named(world, caplog):
-    """Of `tf.random` without a seed; what Keras draws is not."""
+def test_numbers_of_each_rank_are_named(world, caplog, monkeypatch):
+    """Of `tf.random` without a seed, and of many that cannot be skipped; no others."""
 
     class Noise(layers.Layer):
         def call(self, x):
@@ -175,7 +177,16 @@ def test_numbers_of_each_rank_are_named(world, caplog):
                 + tf.random.normal([], dtype=x.dtype)
             )
 
-    for layer, count in ((Noise, 1), (lambda: layers.Dropout(0.5), 0)):
+    class Truncated(layers.Layer):
+        def call(self, x):
+            return x + keras.random.truncated_normal(ops.shape(x))
+
+    monkeypatch.setattr(noise, "_MOST_NUMBERS", 100)
+    for layer, count in (
+        (Noise, 1),
+        (Truncated, 1),
+        (lambda: layers.Dropout(0.5), 0),
+    ):
         caplog.clear()
         model = maker(lambda: stack(VECTOR, layer))()  # noqa: B023
         keras_dist.dist_fit(model, *data_for(VECTOR), batch="global", verbose=2)

@@ -318,7 +318,7 @@ def test_what_the_first_rank_knows_after_the_fit_is_there_on_all(folder):
 
 
 class HalvesRate(keras.callbacks.Callback):
-    """Halves the rate after a batch that raised the mean loss of the epoch."""
+    """Halves the rate after a batch with a larger mean loss; stops in an epoch."""
 
     def __init__(self):
         super().__init__()
@@ -328,6 +328,8 @@ class HalvesRate(keras.callbacks.Callback):
         if self.logs and logs["loss"] > self.logs[-1]["loss"]:
             self.model.optimizer.learning_rate = self.model.optimizer.learning_rate / 2
         self.logs.append(dict(logs))
+        if len(self.logs) == 11:  # in the third epoch
+            self.model.stop_training = True
 
     def on_test_batch_end(self, batch, logs=None):
         self.tested = dict(logs)
