@@ -7,6 +7,8 @@ import re
 
 import tensorflow as tf
 
+from keras_dist.data.pipeline import as_untuned
+
 # Parameters of glibc's `mallopt`, with the variables by which a user sets them, and our
 # values in bytes. 32 MiB is the largest threshold that glibc takes.
 _PARAMETERS = (
@@ -33,7 +35,10 @@ def keep_freed_memory() -> None:
     if not hasattr(libc, "gnu_get_libc_version"):
         return
     with tf.init_scope():
-        list(tf.data.Dataset.from_generator(tuple, output_signature=tf.TensorSpec([])))
+        empty = tf.data.Dataset.from_generator(
+            tuple, output_signature=tf.TensorSpec([])
+        )
+        list(as_untuned(empty))
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     for parameter, variable, tunable, value in _PARAMETERS:
         given = re.search(rf"{re.escape(tunable)}=(\w+)", tunables)
