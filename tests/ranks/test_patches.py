@@ -14,6 +14,10 @@ from claims import shortened
 from models import make_compiled, normalized
 
 import keras_dist
+from keras_dist import private
+
+DRAWS = [f"stateless_{name}" for name in ("random_normal_v2", "multinomial")]
+DRAWS += ["stateless_random_gamma_v3", "stateless_truncated_normal_v2"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "architecture.md"
 
@@ -58,6 +62,9 @@ def patched(model):
         "class of the model's losses and `Mean` trackers": type(model.metrics[0]),
         "`Optimizer.apply`": methods,
         "`tf.function` calls": type(tf.function(patched)).__call__,
+        "TensorFlow's stateless random operations": [
+            getattr(private.random_operations(name), name) for name in DRAWS
+        ],
         "`experimental_distribute_dataset`": type(
             tf.distribute.get_strategy()
         ).experimental_distribute_dataset,
