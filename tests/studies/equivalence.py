@@ -1,10 +1,12 @@
 """All ranks against one process: writes docs/equivalence.md.
 
-With a pattern, what matches it alone is measured and printed.
+With a pattern, what matches it alone is measured, and the tables of these parts are
+written anew: `equivalence.py '^(random numbers|generative):'`.
 """
 
 import json
 import os
+import re
 import sys
 import tempfile
 from itertools import groupby
@@ -83,6 +85,17 @@ def page(results):
     return "\n".join([_HEAD.format(versions=software), *tables(results)])
 
 
+def update(text, new):
+    """The page with the sections of `new` in place of its own, or behind them."""
+    old, found = (
+        dict(re.findall(r"^(##+ .*)\n((?:(?!##).*\n?)*)", each, re.MULTILINE))
+        for each in (text, new)
+    )
+    head = text[: text.index("\n## ") + 1]
+    sections = (f"{title}\n{body.rstrip()}" for title, body in (old | found).items())
+    return head + "\n\n".join(sections) + "\n"
+
+
 def tables(results):
     """The tables of all parts, one after the other."""
     kinds = [(ranks, is_global) for ranks in (2, 3) for is_global in (False, True)]
@@ -131,9 +144,9 @@ def main(arguments):
     results = {ranks: run(ranks, *arguments) for ranks in (2, 3)}
     if not all([report(ranks, found["rows"]) for ranks, found in results.items()]):
         return 1
-    if not arguments:
-        PAGE.write_text(page(results))
-        print(f"Written: {PAGE.relative_to(ROOT)}")
+    text = page(results)
+    PAGE.write_text(update(PAGE.read_text(), text) if arguments else text)
+    print(f"Written: {PAGE.relative_to(ROOT)}")
     return 0
 
 
