@@ -18,16 +18,13 @@ ON_TWO = {
     "generative: GAN with two optimizers as attributes",
     "vision: transfer learning: frozen, then thawed and compiled again",
     "around fit: KeyboardInterrupt in the middle, and another fit",
-    "random numbers: LSTM",
-    "random numbers: RandomFlip",
+    "random numbers: SpatialDropout1D, Dropout at each time, LSTM",
 }
 
 # With `batch="global"`, on three ranks.
 GLOBAL_ON_THREE = {
     "around fit: schedules: cosine with warm-up, read at the scaled step",
-    "random numbers: Dropout",
-    "random numbers: Dropout at each time",
-    "random numbers: SpatialDropout2D",
+    "random numbers: SpatialDropout1D, Dropout at each time, LSTM",
 }
 
 

@@ -53,19 +53,31 @@ LAYERS = {
 }
 
 # Keras computes a part of these in float32, and fails in a model of float64.
-IN_FLOAT32 = {"AugMix", "RandomPerspective", "RandomRotation"}
+IN_FLOAT32 = "AugMix", "RandomPerspective", "RandomRotation"
+
+GROUPS = (
+    ("Dropout", "AlphaDropout", "GaussianDropout", "GaussianNoise", "SpatialDropout2D"),
+    ("SpatialDropout1D", "Dropout at each time", "LSTM"),
+    ("RandomCrop", "RandomFlip", "RandomShear", "RandomTranslation", "RandomZoom"),
+    IN_FLOAT32,
+)
+COLORS = tuple(name for name in LAYERS if name not in {n for g in GROUPS for n in g})
 
 
-def train_with(layer, run):
-    """A model of one random layer and a dense one."""
-    shape, make = LAYERS[layer]
-    network = [keras.Input(shape), make(), layers.Flatten(), layers.Dense(1)]
-    model = keras.Sequential(network)
-    run.compile(model, keras.optimizers.SGD(0.05), "mse")
-    x = abs(floats(*shape)) % 1
-    return model, run.fit(model, x, x.reshape(len(x), -1)[:, :1], epochs=3)
+def train_with(names, run):
+    """Models of one random layer and a dense one."""
+    found = []
+    for name in names:
+        shape, make = LAYERS[name]
+        network = [keras.Input(shape), make(), layers.Flatten(), layers.Dense(1)]
+        model = keras.Sequential(network)
+        run.compile(model, keras.optimizers.SGD(0.05), "mse")
+        x = abs(floats(*shape)) % 1
+        y = x.reshape(len(x), -1)[:, :1]
+        found.append((model, run.fit(model, x, y, epochs=3)))
+    return found
 
 
-for name in LAYERS:
-    dtype = "float32" if name in IN_FLOAT32 else "float64"
-    NOISE.way(name, dtype=dtype)(partial(train_with, name))
+for group in (*GROUPS, COLORS):
+    dtype = "float32" if group == IN_FLOAT32 else "float64"
+    NOISE.way(", ".join(group), dtype=dtype)(partial(train_with, group))
