@@ -107,9 +107,9 @@ def dist_fit(
             at step × size. `"auto"`: divide, or none with `batch="global"`.
         validation_steps_scaling: Like `steps_scaling`, for `validation_steps`.
         batch_norm: Whose mean and variance `BatchNormalization` uses in training.
-            `"global"`: those of the rows of all ranks, as in one process; a layer
-            then needs two small collectives in a step. `"rank"`: those of the rank's
-            own rows, except in layers with `synchronized=True`. `"auto"`: as `batch`.
+            `"global"`: the mean and variance of all ranks' rows, as in one process, by
+            two small collectives per layer and step. `"rank"`: of the rank's own rows,
+            except in layers with `synchronized=True`. `"auto"`: the same as `batch`.
         shard: `"auto"`: arrays are sharded by row; data in batches is sharded by batch
             if all ranks have the same batches. `"none"`: you have already split all
             data. `"first"`: the first rank reads data in batches, and sends every batch

@@ -25,7 +25,7 @@ OPENS_FIT = "_keras_dist_opens_fit"
 
 
 class FitHooks:
-    """What a fit does around Keras's loop: each method lists its steps in order.
+    """The steps of a fit around Keras's loop. Each method lists its steps in order.
 
     A `yield` stands for the user's callbacks. Steps that change state or logs, which
     these read, come before; those that react to what they did come after. So the first
@@ -252,7 +252,7 @@ class FitEdge(FitCallback):
     """Stands before and behind all others in the list of a fit that is open.
 
     Args:
-        logs_rates: As of `FitHooks`.
+        logs_rates: See `FitHooks`.
     """
 
     def __init__(self, logs_rates: bool = False) -> None:

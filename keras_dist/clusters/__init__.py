@@ -24,8 +24,8 @@ __all__ = ["CLUSTERS", "Cluster", "Place", "find_place"]
 # The variable by which users choose one, and its value for a process that is no rank.
 VARIABLE, NONE = "KERAS_DIST_CLUSTER", "none"
 
-# In the order in which they are tried. The first ones are also those that a rank sets
-# for itself, when it has met the others.
+# In the order in which they are tried. The variables of the first one count above all:
+# a rank also sets them itself, when it has met the others.
 CLUSTERS: list[Cluster] = [
     HorovodVariables(),
     Mpi4py(),
@@ -55,9 +55,11 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     'horovodrun'
     """
     environ = os.environ if environ is None else environ
-    choice = environ.get(VARIABLE, "")
+    choice, horovod = environ.get(VARIABLE, ""), CLUSTERS[0]
     if choice == NONE:
         return None
+    if horovod.is_here(environ):
+        return horovod.place(environ)
     found = [each for each in _list_clusters(choice) if each.is_here(environ)]
     if len(found) > 1 and Slurm.has_one_task_per_node(environ):
         # Such a step starts the daemons of other launchers.
@@ -65,7 +67,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     if not found:
         return None
     first = found[0].place(environ)
-    if len(found) > 1 and first.launcher != HorovodVariables.name:
+    if len(found) > 1:
         other = found[1].place(environ)
         raise ValueError(
             f"Two launchers say which rank this process is. Received: rank {first.rank}"
@@ -90,8 +92,7 @@ def _list_clusters(choice: str) -> list[Cluster]:
             f"{VARIABLE} names no launcher. Received: {VARIABLE}={choice}. Use one of "
             f"{keys}; or {NONE} for a process that is no rank."
         )
-    # A rank that has met the others is described by Horovod's variables.
-    return list(dict.fromkeys([CLUSTERS[0], *chosen]))
+    return chosen
 
 
 @functools.cache

@@ -1,12 +1,16 @@
 """Any launcher of MPI, by the package mpi4py; only if the user asks for it."""
 
-import functools
 import importlib
+import json
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from keras_dist.clusters.cluster import Cluster, Place
+
+# What MPI has said to this process, in JSON: those that it starts must not ask, too.
+_ANSWER = "KERAS_DIST_MPI4PY"
 
 
 class Mpi4py(Cluster):
@@ -16,10 +20,13 @@ class Mpi4py(Cluster):
     key: ClassVar[str] = "mpi4py"
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
-        return environ.get("KERAS_DIST_CLUSTER") == self.key and _world().size > 1
+        is_chosen = environ.get("KERAS_DIST_CLUSTER") == self.key
+        return is_chosen and (_ANSWER in environ or _world().size > 1)
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        return _ask()
+        if _ANSWER not in environ:  # a collective, once
+            os.environ[_ANSWER] = json.dumps(_ask())
+        return Place(self.name, *json.loads(os.environ[_ANSWER]))
 
 
 def _world() -> Any:
@@ -33,14 +40,12 @@ def _world() -> Any:
         ) from error
 
 
-@functools.cache
-def _ask() -> Place:
-    """Ask all ranks; once, since it is a collective."""
+def _ask() -> list[Any]:
+    """Return rank, size, local rank, local size, and where rank 0 serves a meeting."""
     world = _world()
     host = world.Split_type(importlib.import_module("mpi4py.MPI").COMM_TYPE_SHARED)
-    address, port = world.bcast(_reserve() if world.rank == 0 else None)
-    numbers = world.rank, world.size, host.rank, host.size
-    return Place(Mpi4py.name, *numbers, address=address, port=port)
+    meeting = world.bcast(_reserve() if world.rank == 0 else None)
+    return [world.rank, world.size, host.rank, host.size, *meeting]
 
 
 def _reserve() -> tuple[str, int]:

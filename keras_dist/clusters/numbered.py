@@ -80,8 +80,12 @@ class OpenMpi(MpiVariables):
     )
 
 
+# Variables of other launchers that set PMI_RANK and PMI_SIZE, too.
+_ALSO_PMI = "PALS_RANKID", "FLUX_TASK_RANK"
+
+
 class Mpich(MpiVariables):
-    """`mpirun` of MPICH and Intel MPI; not SLURM and PALS, which set PMI_RANK, too.
+    """`mpirun` of MPICH and Intel MPI; not others that set PMI_RANK, such as SLURM.
 
     Both set it in a batch script of SLURM, where rank 0 has SLURM's number by chance.
     """
@@ -93,7 +97,7 @@ class Mpich(MpiVariables):
         numbers = [environ.get(name) for name in self.variables[:2]]
         is_srun = numbers == [environ.get(name) for name in NUMBERS]
         is_mpi = self.variables[2] in environ  # never by SLURM
-        is_other = is_srun or "PALS_RANKID" in environ
+        is_other = is_srun or any(name in environ for name in _ALSO_PMI)
         return super().is_here(environ) and (is_mpi or not is_other)
 
 

@@ -105,7 +105,7 @@ def has_own_cores(count: int, *, local_size: int, num_cores: int) -> bool:
 
 def _count_cores() -> int:
     """Count the cores of the control group of this process, or of the host."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
         path = Path(f"/sys/fs/cgroup{group}/cpuset.cpus.effective")
         ranges = (part.split("-") for part in path.read_text().strip().split(","))

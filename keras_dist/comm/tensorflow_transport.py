@@ -5,8 +5,8 @@ they send: the same key with another shape would end all collectives of the job,
 good. Wherever sizes are not known while tracing, the ranks first compare them.
 
 A rank that fails writes a note into the store of the job. A thread in each rank reads
-it, and cancels the functions that wait. It also looks whether the processes of all
-other ranks are still there: collectives would wait for ever.
+it, and cancels the functions that wait. It also checks that the processes of all other
+ranks still exist. Collectives do not notice an end: they would wait forever.
 """
 
 import atexit
@@ -107,7 +107,7 @@ def connect(place: Place, world: World) -> "TensorFlowTransport":
             f"import to the first line of the script, or run `{INSTALL}` to use "
             "Horovod."
         )
-    _warn_of_accounts(place)
+    _warn_about_accounts(place)
     store = find_store()
     if store is None:
         raise RuntimeError(
@@ -152,7 +152,7 @@ def _reserve_port() -> socket.socket:
     )
 
 
-def _warn_of_accounts(place: Place) -> None:
+def _warn_about_accounts(place: Place) -> None:
     """Warn if other people use this host, who could reach TensorFlow's server."""
     found = set[int]()
     for pid in psutil.pids():

@@ -1,4 +1,4 @@
-"""What both transports have in common: what they do, names, records of waits, errors.
+"""The protocol of both transports, and what runs around each collective of either.
 
 `horovod_transport` and `tensorflow_transport` implement `Transport`, each in one file.
 """

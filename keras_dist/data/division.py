@@ -40,7 +40,7 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class ReadContext:
-    """What reading depends on: the ranks, the options of a call, seeds, where to begin.
+    """How one call reads its data: its ranks, options and seeds, and where it begins.
 
     Args:
         rank: This rank.

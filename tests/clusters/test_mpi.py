@@ -13,6 +13,27 @@ pytestmark = needs("clusters", "mpi4py")
 HERE = Path(__file__).parent
 MPIEXEC = [Path(sys.executable).parent / "mpiexec", "-n", "2", sys.executable]
 
+# Each rank starts a process before the ranks connect, which imports the package, too.
+CHILD = """
+import subprocess, sys
+import keras_dist
+from keras_dist.comm import is_rank_child
+if "child" in sys.argv:
+    print("is a child:", is_rank_child())
+else:
+    subprocess.run([sys.executable, __file__, "child"], check=True, timeout=60)
+"""
+
+
+def test_processes_that_ranks_start_do_not_ask_mpi(tmp_path):
+    """They would wait for the ranks, or end the job."""
+    script = tmp_path / "script.py"
+    script.write_text(CHILD)
+    env = {"PYTHONPATH": PYTHONPATH, "KERAS_DIST_CLUSTER": "mpi4py"}
+    env["KERAS_DIST_TRANSPORT"] = "horovod"
+    done = launch([*MPIEXEC, script], env=env, check=True)
+    assert done.stdout.count("is a child: True") == 2
+
 
 @pytest.mark.parametrize("transport", ["horovod", "tensorflow"])
 @pytest.mark.parametrize("cluster", ["mpi4py", "mpi"])
