@@ -16,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import report
-from start import ROOT, measure, read_measured
+from start import ROOT, keras_dist_run, measure, read_measured
 
 STACKS = Path(__file__).parent / "stacks"
 ENVIRONMENTS = ROOT / ".bench"
@@ -34,7 +34,8 @@ TIMEOUT = 600  # seconds of one stack in one round
 class Stack:
     """A stack to compare: a script in stacks/, its method to average, and its launcher.
 
-    `twin` is the name of the model that the same processes train in turn with it.
+    `twin` is the name of the model that the same processes train in turn with it;
+    `options` are more words for the script, of which later ones win.
     """
 
     script: str
@@ -42,10 +43,15 @@ class Stack:
     launcher: str
     ranks: int = RANKS
     twin: str = ""
+    transport: str = "horovod"
+    options: tuple[str, ...] = ()
 
 
+OURS = Stack("keras3.py", "both", "keras-dist", twin="ceiling")
+OVER_TENSORFLOW = replace(OURS, twin=report.TENSORFLOW_CEILING, transport="tensorflow")
 TABLE = {
-    "keras_dist": Stack("keras3.py", "both", "horovodrun", twin="ceiling"),
+    "keras_dist": OURS,
+    report.OVER_TENSORFLOW: OVER_TENSORFLOW,
     # Each in a process of its own: what one of them does to a process, the other sees.
     report.ONE: Stack("keras3.py", "alone", "python", ranks=1),
     report.OURS_ON_ONE: Stack("keras3.py", "keras_dist", "python", ranks=1),
@@ -57,17 +63,24 @@ TABLE = {
 }
 # One global batch, shared by two ranks or by two devices of one process.
 SAME_BATCH = {
-    report.SHARED: Stack("same_batch.py", "keras_dist", "horovodrun"),
+    report.SHARED: Stack("same_batch.py", "keras_dist", "keras-dist"),
     report.ONE: Stack("same_batch.py", "one", "python", ranks=1),
     "MirroredStrategy": Stack("same_batch.py", "mirrored", "python", ranks=1),
     "keras.distribution on JAX": Stack("same_batch.py", "jax", "python", ranks=1),
     "keras.distribution on PyTorch": Stack("same_batch.py", "torch", "torch"),
 }
 
+# Layers that cost exchanges, or random numbers of the rows of other ranks.
+_LAYERS = "--models", "wide_resnet", "dropout", "--batch-norm", "global"
+LAYERS = {
+    "keras_dist": replace(OURS, options=_LAYERS),
+    report.OVER_TENSORFLOW: replace(OVER_TENSORFLOW, options=_LAYERS),
+}
+
 # Memory of a rank, and seconds until its first step: each in processes of its own.
 COSTS = {
     f"{method}, {ranks}": Stack("keras3.py", method, launcher, ranks=ranks)
-    for ranks, launcher in ((1, "python"), (2, "horovodrun"))
+    for ranks, launcher in ((1, "python"), (2, "keras-dist"))
     for method in ("keras_dist", "alone")
 }
 COSTS_OPTIONS = ["--scale", "0.2", "--models", "mlp"]
@@ -99,8 +112,9 @@ def run(stack: Stack, options: list[str]) -> dict[tuple[str, str], list[dict]]:
     Returns:
         What each rank has measured, by ("own" or "twin", name of the model).
     """
-    script = [str(STACKS / stack.script), stack.method, *options]
+    script = [str(STACKS / stack.script), stack.method, *options, *stack.options]
     ranks, env = stack.ranks, {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env["KERAS_DIST_TRANSPORT"] = stack.transport
     threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     # Ours chooses for itself.
     if ranks > 1 and (stack.launcher == "torch" or stack.script == "keras2.py"):
@@ -115,6 +129,8 @@ def run(stack: Stack, options: list[str]) -> dict[tuple[str, str], list[dict]]:
     if stack.launcher == "horovodrun":
         horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]
         commands = [([*horovodrun, "-np", str(ranks), *command], env)]
+    elif stack.launcher == "keras-dist":
+        commands = [([*keras_dist_run(ranks), *command], env)]
     else:
         own = _variables_of_ranks(stack, ranks)
         commands = [(command, {**env, **variables}) for variables in own]
@@ -189,9 +205,9 @@ def main() -> int:
     make_environments()
     measured = ENVIRONMENTS / "measured.json"
     begin = time.perf_counter()
-    tables = {name: TABLE[name] for name in arguments.stacks}, SAME_BATCH
-    (rates, system), (shared, _) = (speeds(arguments, table) for table in tables)
+    rates, system = speeds(arguments, {name: TABLE[name] for name in arguments.stacks})
     if arguments.write:
+        shared, layers = (speeds(arguments, each)[0] for each in (SAME_BATCH, LAYERS))
         facts = {
             "ranks": RANKS,
             "cores": len(os.sched_getaffinity(0)),
@@ -200,14 +216,26 @@ def main() -> int:
         }
         costs = measured_costs(arguments.rounds)
         one_rank = [sys.executable, str(STACKS / "one_rank.py"), "--pairs", "5"]
+        allreduce = [sys.executable, str(STACKS / "allreduce.py")]
         facts["one rank"] = measure(*one_rank)
+        facts["allreduce"] = {
+            name: measure(*keras_dist_run(RANKS), *allreduce, KERAS_DIST_TRANSPORT=name)
+            for name in ("horovod", "tensorflow")
+        }
         facts["minutes"] = (time.perf_counter() - begin) / 60
         measured.write_text(
             json.dumps(
-                {"rates": rates, "shared": shared, "facts": facts, "costs": costs}
+                {
+                    "rates": rates,
+                    "system": system,
+                    "shared": shared,
+                    "layers": layers,
+                    "facts": facts,
+                    "costs": costs,
+                }
             )
         )
-        report.write(rates, system, shared, costs, facts)
+        report.write(rates, system, shared, layers, costs, facts)
         env = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS / "plot")}
         plot = [sys.executable, str(Path(__file__).with_name("plot.py"))]
         subprocess.run([*plot, str(measured)], env=env, check=True)

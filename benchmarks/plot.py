@@ -18,10 +18,10 @@ def plot(rates: report.Rates, path: Path) -> None:
     """A panel for each model, a bar for each stack."""
     figure, axes = pyplot.subplots(1, len(rates), figsize=(11, 4.2), squeeze=False)
     for axis, (model, found) in zip(axes[0], rates.items(), strict=True):
-        stacks = [s for s in found if "ceiling" not in s and s != "one process"]
+        stacks = [stack for stack in found if stack in report.OURS | report.PEERS]
         for index, stack in enumerate(stacks):
             values = found[stack]
-            color = "tab:blue" if stack == "keras_dist" else "tab:gray"
+            color = "tab:blue" if stack in report.OURS else "tab:gray"
             median = statistics.median(values)
             above = statistics.median(found[report.ceiling_of(stack)])
             axis.bar(index, above, color="none", edgecolor="black", linestyle=":")
@@ -35,7 +35,7 @@ def plot(rates: report.Rates, path: Path) -> None:
                 va="top",
                 color="white",
             )
-        names = [re.sub(" (on|DDP)", r"\n\1", stack) for stack in stacks]
+        names = [re.sub(" (on|over|DDP)", r"\n\1", stack) for stack in stacks]
         axis.set_xticks(range(len(stacks)), names, rotation=35, ha="right", fontsize=8)
         axis.set_title(report.MODELS[model], fontsize=10)
     axes[0][0].set_ylabel("rows per second")

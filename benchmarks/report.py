@@ -15,10 +15,22 @@ MODELS = {
 
 SHARED = 'keras_dist, `batch="global"`'
 ONE, OURS_ON_ONE = "one process", "keras_dist on one process"
+OVER_TENSORFLOW = "keras_dist over TensorFlow"
+TENSORFLOW_CEILING = "ceiling over TensorFlow"
+
+# Whose share of the ceiling is printed, and the name of the ceiling.
+OURS = {"keras_dist": "ceiling", OVER_TENSORFLOW: TENSORFLOW_CEILING}
+
+# Models of the table of layers.
+LAYERS = {
+    "wide_resnet": "wide residual network, statistics of the global batch",
+    "dropout": "small CNN with three `Dropout`",
+}
 
 # Of the ceiling, of plain `model.fit` on one process, and of the best peer's rows per
 # second.
 GOALS = {"cnn": 0.97, "mlp": 0.90, "wide_resnet": 0.97}
+TENSORFLOW_GOALS = {"cnn": 0.95, "mlp": 0.65}
 ONE_GOAL = 1.0
 PEER_GOAL = 1.15
 
@@ -55,7 +67,8 @@ keras_dist [set it again](decisions.md#speed-on-one-machine).
 The ceiling is the same processes without averaging: plain training on each rank's rows,
 alternating with our training, epoch by epoch. Each share is the median of the shares of
 all rounds. The first epoch does not count, nor does the first step of an epoch. "One
-process" is plain `model.fit` with all cores. Our ranks communicate over Gloo.
+process" is plain `model.fit` with all cores. Our ranks communicate over Gloo, or, where
+it says so, over TensorFlow's own collectives.
 
 ![Rows per second beside the ceiling](performance.png)
 """
@@ -84,6 +97,7 @@ def write(
     rates: Rates,
     system: Mapping[str, Mapping[str, Sequence[Any]]],
     shared: Rates,
+    layers: Rates,
     costs: Mapping[str, Mapping[str, Sequence[float]]],
     facts: Mapping[str, Any],
 ) -> None:
@@ -93,6 +107,7 @@ def write(
         rates: What was measured.
         system: Page faults and seconds in the kernel in each round.
         shared: The same, of one global batch that ranks or devices share.
+        layers: The same, of models with batch normalization or dropout.
         costs: MiB of memory and seconds to the first step, by stack.
         facts: How, for the head of the document.
     """
@@ -103,6 +118,8 @@ def write(
             _table(found, system[model]),
         ]
     parts += ["\n## The same global batch\n", _SAME_BATCH, _shared(shared)]
+    parts += ["\n## Batch normalization and dropout\n", _LAYERS, _layers(layers)]
+    parts += ["\n## One allreduce\n", _ALLREDUCE, _allreduce(facts["allreduce"])]
     parts += ["\n## Goals\n", _goals(rates)]
     parts += ["\n## What a rank needs\n", _costs(costs, facts["one rank"])]
     (DOCS / "performance.md").write_text("\n".join(parts) + "\n")
@@ -110,7 +127,7 @@ def write(
 
 def ceiling_of(stack: str) -> str:
     """The ceiling that belongs to a stack."""
-    return PEERS.get(stack, "ceiling")
+    return (OURS | PEERS)[stack]
 
 
 def _table(
@@ -127,7 +144,7 @@ def _table(
         if stack == OURS_ON_ONE:
             of = ratio(found, stack, ONE)
             share = f"{of.median:.2f} ({of.low:.2f} to {of.high:.2f}) of plain Keras"
-        if stack in ("keras_dist", *PEERS):
+        if stack in OURS | PEERS:
             of = ratio(found, stack, ceiling_of(stack))
             share = f"{of.median:.2f} ({of.low:.2f} to {of.high:.2f})"
         lines.append(
@@ -166,6 +183,43 @@ def _shared(shared: Rates) -> str:
     return "\n".join(lines)
 
 
+_LAYERS = """With `batch_norm="global"` each layer of batch normalization exchanges its
+statistics, forward and backward; a rank draws its rows of the random numbers that one
+process draws for the global batch. Rows per second, and in brackets the share of the
+ceiling, which has neither.
+"""
+
+
+def _layers(layers: Rates) -> str:
+    lines = [f"| model | {' | '.join(OURS)} |", "|---" * (1 + len(OURS)) + "|"]
+    for model, found in layers.items():
+        cells = []
+        for stack, ceiling in OURS.items():
+            own, of = spread(found[stack]), ratio(found, stack, ceiling)
+            cells.append(f"{own.median:,.0f} ({of.median:.2f})")
+        lines.append(f"| {LAYERS[model]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_ALLREDUCE = """Milliseconds from the call of a graph with one allreduce to its
+result, on the slower rank. Idle: nothing else runs. Busy: as many other processes as
+there are cores compute all the time.
+"""
+
+
+def _allreduce(measured: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    columns = [(name, load) for load in ("idle", "beside") for name in measured]
+    words = {"idle": "idle", "beside": "busy"}
+    heads = [f"{name}, {words[load]}" for name, load in columns]
+    lines = [f"| size | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for size in measured["horovod"]["idle"]:
+        cells = [f"{measured[name][load][size]:.1f}" for name, load in columns]
+        kib = int(size)
+        text = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _goals(rates: Rates) -> str:
     lines = ["| goal | measured | |", "|---|---|---|"]
 
@@ -176,6 +230,11 @@ def _goals(rates: Rates) -> str:
         name, goal = MODELS[model].split(",")[0], GOALS[model]
         share = ratio(found, "keras_dist", "ceiling").median
         line(f"{name}: at least {goal} of the ceiling", share, share >= goal)
+        if model in TENSORFLOW_GOALS:
+            goal = TENSORFLOW_GOALS[model]
+            share_there = ratio(found, OVER_TENSORFLOW, TENSORFLOW_CEILING).median
+            words = f"{name}, over TensorFlow: at least {goal} of the ceiling"
+            line(words, share_there, share_there >= goal)
         share_of_plain = ratio(found, OURS_ON_ONE, ONE).median
         words = f"{name}: one process, at least {ONE_GOAL:.2f} × plain Keras"
         line(words, share_of_plain, round(share_of_plain, 2) >= ONE_GOAL)

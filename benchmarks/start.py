@@ -21,11 +21,12 @@ def read_measured(output: str) -> list[dict]:
     return [json.loads(line) for line in lines if line]
 
 
-def measure(*command: str) -> dict:
+def measure(*command: str, **variables: str) -> dict:
     """Run a command; return what one process has measured."""
+    own = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(
         command,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **own},
         capture_output=True,
         text=True,
         timeout=900,

@@ -276,9 +276,12 @@ def start_collectives(cluster: Any, rank: int) -> None:
     """
     context, leader = _eager(), "/job:worker/replica:0/task:0"
     context.configure_collective_ops(collective_leader=leader)
+    config = context.config
+    # Pieces of 4 KiB by default: a sum of 64 MiB then took 1.4 times the CPU time.
+    config.experimental.recv_buf_max_chunk = 2**20
     server = tf.train.ServerDef(
         cluster=cluster.as_cluster_def(),
-        default_session_config=context.config,
+        default_session_config=config,
         job_name="worker",
         task_index=rank,
         protocol="grpc",

@@ -12,8 +12,8 @@ BATCH_SIZE = 128  # of one rank
 EPOCHS = 3  # of which the first one is not measured
 MARK = "measured: "
 
-# Steps of an epoch of each model of the comparison; and the models of flat images.
-STEPS = {"cnn": 24, "mlp": 12, "wide_resnet": 8}
+# Steps of an epoch of each model; and the models of flat images.
+STEPS = {"cnn": 24, "mlp": 12, "wide_resnet": 8, "dropout": 24}
 FLAT = ("mlp",)
 
 
@@ -23,6 +23,7 @@ def arguments(*methods: str) -> argparse.Namespace:
     parser.add_argument("method", choices=methods)
     parser.add_argument("--models", nargs="+", default=list(STEPS), choices=STEPS)
     parser.add_argument("--scale", type=float, default=1, help="of the steps")
+    parser.add_argument("--batch-norm", choices=("global", "rank"))
     return parser.parse_args()
 
 
@@ -33,6 +34,11 @@ def rows_of(name: str, ranks: int, scale: float = 1) -> tuple[np.ndarray, np.nda
     x = generator.random((total, 28, 28, 1), np.float32)
     y = generator.integers(0, 9, total)
     return (x.reshape((-1, 784)) if name in FLAT else x), y
+
+
+def mark(measured: dict) -> str:
+    """The line of what was measured, for the comparison."""
+    return f"{MARK}{json.dumps(measured)}\n"
 
 
 class Clock:
@@ -80,5 +86,5 @@ class Clock:
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         # In one piece: ranks write to the same pipe.
-        sys.stdout.write(MARK + json.dumps(line) + "\n")
+        sys.stdout.write(mark(line))
         sys.stdout.flush()

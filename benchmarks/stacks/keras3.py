@@ -37,6 +37,8 @@ for name in arguments.models:
         "callbacks": [keras_models.clock_callback(keras, clock, after)],
         "verbose": 0,
     }
+    if arguments.batch_norm:
+        fit["batch_norm"] = arguments.batch_norm
     if arguments.method == "alone":
         model.fit(*own, **fit)
     else:

@@ -1,4 +1,4 @@
-"""The three models, of whichever Keras the caller has imported as `keras`."""
+"""The models, of whichever Keras the caller has imported as `keras`."""
 
 import importlib
 import sys
@@ -12,19 +12,21 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 def make(keras, name: str):
     """A model, not compiled, that ends in ten numbers."""
     layers = keras.layers
-    if name == "cnn":
-        return keras.Sequential(
-            [
-                keras.Input((28, 28, 1)),
-                layers.Conv2D(32, 3, activation="relu"),
-                layers.MaxPooling2D(),
-                layers.Conv2D(64, 3, activation="relu"),
-                layers.MaxPooling2D(),
-                layers.Flatten(),
-                layers.Dense(128, activation="relu"),
-                layers.Dense(10, activation="softmax"),
-            ]
-        )
+    if name in ("cnn", "dropout"):
+        found = [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(10, activation="softmax"),
+        ]
+        if name == "dropout":
+            for place in (7, 5, 3):  # from the end: the last, and after each pooling
+                found.insert(place, layers.Dropout(0.2))
+        return keras.Sequential(found)
     if name == "mlp":
         return keras.Sequential(
             [

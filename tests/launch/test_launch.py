@@ -1,6 +1,7 @@
 """`keras-dist run`: the first failure is the one to read, and nothing stays behind."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -26,6 +27,7 @@ from launch import (
 
 import keras_dist
 from keras_dist.launch.hosts import parse_endpoint, parse_hosts, read_hostfile
+from keras_dist.launch.monitor import watchdog
 
 # What the first failure is: the end of its traceback or a line, and the exit code.
 _CASES = {
@@ -84,6 +86,37 @@ def test_the_first_failure_is_read_first_and_nothing_is_left(
         assert "step 7 of epoch 1" in report[0]
         assert all("step 7 of epoch 1" in line for line in others), others
     assert ended - float(done.stdout.split("fails at ")[1].split()[0]) < 10
+
+
+_HOWS = "raise", "exit", "kill", "memory", "leave", "sleep"
+
+
+def _draw_fault(seed):
+    """Return how, where and which of 3 ranks fails, at random."""
+    draw = random.Random(seed)
+    step = draw.randrange(2, 40)
+    places = f"step-{step}", f"callback-{step}", f"batch-{step}", "epoch-3"
+    return draw.choice(_HOWS), draw.choice(places), draw.randrange(3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("transport", ["horovod", "tensorflow"])
+def test_a_random_fault_ends_all_and_names_its_cause(left_behind, transport, seed):
+    """One that leaves or sleeps shows as soon as the others wait for it."""
+    how, where, rank = _draw_fault(seed)
+    env = {"MISBEHAVES": f"{how} {where} {rank}", "KERAS_DIST_TRANSPORT": transport}
+    begun = time.monotonic()
+    done = run("-np", 3, MISBEHAVES, KERAS_DIST_STALL_SECONDS="10", **env)
+    causes = {
+        "leave": ("ended with no error", 1),
+        "sleep": ("in sleep_for_ever", watchdog.EXIT_CODE),
+    }
+    cause, code = (_CASES | causes)[how]
+    report = done.stderr[done.stderr.index("keras-dist: rank") :]
+    assert report.startswith(f"keras-dist: rank {rank} failed first"), report
+    assert cause in report and done.returncode == code, (done.returncode, report)
+    assert time.monotonic() - begun < 120
 
 
 _SLEEPS = """
