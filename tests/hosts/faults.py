@@ -6,20 +6,21 @@ import sys
 import time
 
 import pytest
-from launch import HOROVODRUN, RUN, until, wait_for_files
-from network import own_lines
-from test_hosts_faults import STUB, all_there, ended, kill_command
-from test_rdzv import meet, outputs
-from test_training import (
+from harness.launching import HOROVODRUN, RUN, until, wait_for_files
+from harness.network import own_lines
+from harness.on_hosts import (
+    STUB,
     TRAIN,
-    alone,
+    all_there,
     assert_equal,
     assert_trained,
     count_ranks,
+    ended,
     found_of,
+    kill_command,
+    meet,
+    outputs,
 )
-
-__all__ = ["alone"]  # a fixture
 
 
 @pytest.mark.parametrize("hosts", ["a:1,b:1", "a:2,b:2", "a:1,b:1,c:1"])

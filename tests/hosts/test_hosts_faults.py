@@ -5,10 +5,8 @@ import time
 from functools import partial
 
 import pytest
-from launch import RUN, until, wait_for_files
-from network import own_lines
-
-STUB = "tests/hosts/stub.py"
+from harness.launching import RUN, until
+from harness.on_hosts import STUB, all_there, ended, kill_command
 
 
 def start(net, shared, name, case, *options, hosts="a:1,b:1", rank=()):
@@ -16,18 +14,6 @@ def start(net, shared, name, case, *options, hosts="a:1,b:1", rank=()):
     folder = shared / name
     words = [*RUN, *options, "-H", hosts, STUB, folder, case, *rank]
     return net.start(hosts[0], words), folder
-
-
-def all_there(folder, ranks=2):
-    """Wait until all ranks are there."""
-    wait_for_files(*(folder / f"there.0.{rank}" for rank in range(ranks)))
-
-
-def ended(process, seconds=60):
-    """Wait for the end of a launcher: exit code, its own lines, and seconds."""
-    begin = time.monotonic()
-    _, stderr = process.communicate(timeout=seconds)
-    return process.returncode, own_lines(stderr), time.monotonic() - begin
 
 
 def test_exit_codes_and_reports_of_ranks_travel_to_the_launcher(net, shared):
@@ -70,12 +56,6 @@ def test_a_hosts_file_may_name_users_whose_home_is_their_own(net, shared):
     assert rank.environ()["MINE"] == "handed over"
     net.signal_command(process, signal.SIGINT)
     assert ended(process)[0] == 128 + signal.SIGINT
-
-
-def kill_command(net, name):
-    """Kill the command that ssh has started on a host, and not ssh to another one."""
-    commands = net.processes(name, "-m keras_dist run --over-ssh")
-    min(commands, key=lambda command: command.create_time()).kill()
 
 
 @pytest.mark.parametrize(

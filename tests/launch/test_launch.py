@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from launch import (
+from harness.launching import (
     MISBEHAVES,
     PYTHONPATH,
     RUN,
@@ -19,6 +19,7 @@ from launch import (
     free_port,
     launch,
     prefix,
+    run,
     start,
     until,
     write_script,
@@ -38,11 +39,6 @@ _CASES = {
 
 
 _SELDOM = "exit", "generator", "memory"
-
-
-def run(*words, **variables):
-    """Run `keras-dist run` to its end, with variables in its environment."""
-    return launch([*RUN, *words], env={"PYTHONPATH": PYTHONPATH, **variables})
 
 
 @pytest.mark.parametrize(

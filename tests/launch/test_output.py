@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from launch import RUN, finish, launch, start, write_script
+from harness.launching import RUN, finish, launch, start, write_script
 
 from keras_dist.launch.output import Output
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import raises_everywhere
+from harness.claims import raises_everywhere
 
 import keras_dist
 from keras_dist import comm

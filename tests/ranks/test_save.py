@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_close,
     assert_same_bits,
     gather_errors,

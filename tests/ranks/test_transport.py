@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import gather_errors
+from harness.claims import gather_errors
 
 import keras_dist
 from keras_dist import comm

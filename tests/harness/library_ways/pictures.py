@@ -2,10 +2,10 @@
 
 import keras
 import numpy as np
-from keras_ways.data import integers
-from keras_ways.way import ROWS, Registry
 
 import keras_dist
+from harness.keras_ways.data import integers
+from harness.keras_ways.way import ROWS, Registry
 
 PICTURES = Registry("keras.applications", is_traced=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # For a process in another folder: this package, and what `startup/` does.
 PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
@@ -26,7 +26,7 @@ RUN = [sys.executable, "-m", "keras_dist", "run"]
 # Without the option it takes MPI if it has that, and `mpirun` refuses to run as root.
 HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]
 
-_HOROVOD = {
+HOROVOD = {
     # A rank that waits for another one fails after a minute.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
@@ -80,12 +80,12 @@ def finish(
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        stdout, stderr = _end(process)
+        stdout, stderr = end(process)
         raise TimeoutError(
             f"{process.args} did not end within {timeout} s.\n{stdout}\n{stderr}"
         ) from None
     except BaseException:  # the test run itself was interrupted
-        _end(process)
+        end(process)
         raise
     code = process.returncode
     return subprocess.CompletedProcess(process.args, code, stdout, stderr)
@@ -118,16 +118,27 @@ def launch(
     Raises:
         TimeoutError: With what was printed so far.
     """
-    if launcher == "horovodrun":  # which starts programs, and no script by itself
-        script = [sys.executable] if str(command[0]).endswith(".py") else []
-        command = [*HOROVODRUN, "-np", ranks, *script, *command]
-    elif ranks is not None:
-        command = [*RUN, "-np", ranks, *command]
-    process = start(command, env={**_HOROVOD, **(env or {})}, start_new_session=True)
+    command = command_of(command, ranks, launcher)
+    process = start(command, env={**HOROVOD, **(env or {})}, start_new_session=True)
     done = finish(process, timeout)
     ends = f"{done.stdout[-20_000:]}\n{done.stderr[-8000:]}"
     assert not (check and done.returncode), f"{done.args}: {done.returncode}\n{ends}"
     return done
+
+
+def command_of(
+    command: Sequence[object], ranks: int | None, launcher: str
+) -> Sequence[object]:
+    """Return the command by which a launcher starts ranks; see `launch`."""
+    if launcher == "horovodrun":  # which starts programs, and no script by itself
+        script = [sys.executable] if str(command[0]).endswith(".py") else []
+        return [*HOROVODRUN, "-np", ranks, *script, *command]
+    return command if ranks is None else [*RUN, "-np", ranks, *command]
+
+
+def run(*words, **variables):
+    """Run `keras-dist run` to its end, with variables in its environment."""
+    return launch([*RUN, *words], env={"PYTHONPATH": PYTHONPATH, **variables})
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
@@ -149,7 +160,8 @@ def prefix(rank: int) -> str:
     return f"[{rank}] " if rank else ""
 
 
-def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a command that has a session of its own; return what it printed."""
     with contextlib.suppress(psutil.Error):
         for started in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):

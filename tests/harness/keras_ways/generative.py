@@ -3,10 +3,17 @@
 import keras
 import tensorflow as tf
 from keras import ops
-from models import Stepping, update
 
-from keras_ways.data import Tracked, floats, integers, noise_of, perceptron, square
-from keras_ways.way import Registry
+from harness.keras_ways.data import (
+    Tracked,
+    floats,
+    integers,
+    noise_of,
+    perceptron,
+    square,
+)
+from harness.keras_ways.way import Registry
+from harness.models import Stepping, update
 
 GENERATIVE = Registry("generative")
 

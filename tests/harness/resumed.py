@@ -1,4 +1,4 @@
-"""One launch of a training that is ended again and again, for `test_resume.py`.
+"""One launch of a training that is ended again and again, for `test_resumed_fits.py`.
 
 Usage: python resumed.py '{"folder": …, "launch": …, "end": [kind, updates], …}'
 """
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from resumable import train, values_of
 
 import keras_dist
+from harness.resumable import train, values_of
 
 signaled = []
 

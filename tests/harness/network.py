@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-from launch import PYTHONPATH, ROOT, finish, launch, start, until
+
+from harness.launching import PYTHONPATH, ROOT, finish, launch, start, until
 
 _PROGRAMS = ("ip", "nsenter", "unshare", "setpriv", "taskset", "ssh", "ssh-keygen")
 _SSHD = "/usr/sbin/sshd"

@@ -3,10 +3,10 @@
 import keras
 import tensorflow as tf
 from keras import ops
-from models import update
 
-from keras_ways.data import Guided, floats, integers, perceptron
-from keras_ways.way import Registry
+from harness.keras_ways.data import Guided, floats, integers, perceptron
+from harness.keras_ways.way import Registry
+from harness.models import update
 
 CONTRAST = Registry("contrast")
 

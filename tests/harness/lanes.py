@@ -4,10 +4,10 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# In the order in which they begin. xdist gives a worker that has at most two tests left
-# the next lane. The first lane has one test, so its worker is given the third one at
-# once, and runs it last: it is a short one.
-_FIRST = ("2 ranks", "hosts", "1 ranks", "pages", "3 ranks")
+from harness.rank_tests import lane_of
+
+# In the order in which they begin: the longest ones.
+_FIRST = ("np2 0", "np2 1", "np2 2", "np3 0", "np3 1", "hosts", "pages")
 
 
 class Lanes(LoadScopeScheduling):
@@ -16,14 +16,14 @@ class Lanes(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         """The lane of a test, by its id: one worker runs all of a lane, one by one.
 
-        "1 ranks", "2 ranks" and "3 ranks" are the launches of `ranks/`; "hosts" has
-        what starts hosts and launchers, of which some have the same ports each time;
-        "pages" has what runs the documentation. Every other file is a lane of its own,
-        for whichever worker is free.
+        Each launch of `ranks/` is one; "hosts" has what starts hosts and launchers, of
+        which some have the same ports each time; "pages" has what runs the
+        documentation. Every other file is a lane of its own, for whichever worker is
+        free.
         """
+        if lane := lane_of(nodeid):
+            return lane
         file = nodeid.partition("::")[0]
-        if "test_ranks.py" in file:
-            return f"{nodeid.partition('[')[2][0]} ranks"
         if "tests/launch/" in file or "tests/hosts/" in file:
             return "hosts"
         is_page = file.endswith(("test_docs.py", "test_examples.py"))

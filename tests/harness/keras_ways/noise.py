@@ -5,8 +5,8 @@ from functools import partial
 import keras
 from keras import layers
 
-from keras_ways.data import floats
-from keras_ways.way import Registry
+from harness.keras_ways.data import floats
+from harness.keras_ways.way import Registry
 
 NOISE = Registry("random numbers", is_traced=True)
 

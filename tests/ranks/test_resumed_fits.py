@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     Ended,
     assert_same_bits,
     distribute_jobs,
@@ -20,8 +20,8 @@ from claims import (
     slow_on_three,
     warned,
 )
-from models import make_compiled, vectors
-from resumable import (
+from harness.models import make_compiled, vectors
+from harness.resumable import (
     KINDS,
     NUM_ROWS,
     Dies,

@@ -6,10 +6,10 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
-from data_kinds import Sequence, WithoutLength, kept, slices, unchanged
-from models import vectors
 
 import keras_dist
+from harness.data_kinds import Sequence, WithoutLength, kept, slices, unchanged
+from harness.models import vectors
 from keras_dist import private
 from keras_dist.optimizer import step_context
 

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
-from models import update
 
-from keras_ways.data import Tracked, floats, integers, padded
-from keras_ways.way import ROWS, Registry
+from harness.keras_ways.data import Tracked, floats, integers, padded
+from harness.keras_ways.way import ROWS, Registry
+from harness.models import update
 
 TEXT = Registry("text and speech")
 

@@ -3,8 +3,9 @@
 import keras
 import keras_hub
 import numpy as np
-from keras_ways.data import integers, padded
-from keras_ways.way import ROWS, Registry
+
+from harness.keras_ways.data import integers, padded
+from harness.keras_ways.way import ROWS, Registry
 
 HUB = Registry("KerasHub", is_traced=True)
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch import PYTHONPATH, finish, free_port, start, until
+from harness.launching import PYTHONPATH, finish, free_port, start, until
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "munge", "runuser")
 

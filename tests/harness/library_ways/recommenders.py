@@ -3,8 +3,9 @@
 import keras
 import keras_rs
 from keras import ops
-from keras_ways.data import floats, integers
-from keras_ways.way import Registry
+
+from harness.keras_ways.data import floats, integers
+from harness.keras_ways.way import Registry
 
 RECOMMENDERS = Registry("KerasRS", is_traced=True)
 

@@ -3,11 +3,11 @@
 import keras
 import numpy as np
 import psutil
-from data_kinds import Sequence
 from keras import ops
 
-from keras_ways.data import Guided, floats, integers, perceptron
-from keras_ways.way import ROWS, Registry
+from harness.data_kinds import Sequence
+from harness.keras_ways.data import Guided, floats, integers, perceptron
+from harness.keras_ways.way import ROWS, Registry
 
 LOOPS = Registry("around fit")
 

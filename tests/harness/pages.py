@@ -1,6 +1,6 @@
 """The pages of the documentation, and a script that runs the code in them.
 
-    python tests/pages.py FOLDER PAGE_OR_SCRIPT …
+    python tests/harness/pages.py FOLDER PAGE_OR_SCRIPT …
 
 All in one process, each in a namespace and a folder of its own, since to import
 TensorFlow takes seconds. A script may have arguments: "examples/files.py files".
@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 NOTEBOOK = DOCS / "notebook.md"  # executed when the site is built
 
@@ -36,9 +36,14 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *(page for page in found if page != NOTEBOOK)]
 
 
+def pyproject() -> dict[str, Any]:
+    """All of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 def project() -> dict[str, Any]:
     """The metadata of the package."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return pyproject()["project"]
 
 
 def supported_pythons() -> list[str]:
@@ -110,9 +115,9 @@ def write_digits(folder: Path) -> str:
 
 def run_all(names: list[str], folder: Path, ranks: int | None) -> dict[str, list[str]]:
     """Run pages and scripts in one launch; return what each prints, line by line."""
-    from launch import launch  # noqa: PLC0415 - no rank needs it
+    from harness.launching import launch  # noqa: PLC0415 - no rank needs it
 
-    command = ["tests/pages.py", folder, *names]
+    command = ["tests/harness/pages.py", folder, *names]
     done = launch(command, ranks=ranks, timeout=600, check=True)
     parts = re.split(r"^== (.*)\n", done.stdout, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], map(str.splitlines, parts[1::2]), strict=True))

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from claims import EXACT, difference_of_states, models_in
 
 import keras_dist
+from harness.claims import EXACT, difference_of_states, models_in
 
 # Rows of one rank in a step. 22 rows make whole and smaller last steps on 1, 2 and 3
 # ranks, and leave no row out: 4 * 5 + 2, 8 * 2 + 6, 12 + 10.

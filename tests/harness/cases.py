@@ -13,7 +13,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from claims import (
+
+import keras_dist
+from harness.claims import (
     EXACT,
     KERAS,
     assert_equal_to_the_bit,
@@ -23,9 +25,7 @@ from claims import (
     read_by_keras,
     state_of,
 )
-from models import SUBJECTS, make_compiled
-
-import keras_dist
+from harness.models import SUBJECTS, make_compiled
 
 RATE = 0.01
 EPOCHS = 2

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from launch import ROOT, free_port
+
+from harness.launching import ROOT, free_port
 
 # Importing TensorFlow takes seconds: one process does it, and forks into all ranks.
 # They have not what the package does at its import in a rank: its device, and saving.
@@ -103,4 +104,18 @@ def torchrun(rank, size, port):
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+    }
+
+
+def slurm(rank, size, port):
+    """The step's port follows from the numbers of the job and the step."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_JOB_ID": str(port),
+        "SLURM_STEP_ID": "0",
     }

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
-from cases import CASES
-from claims import distribute_jobs
-from keras_ways import WAYS
-from keras_ways.way import Way
 
 import keras_dist
+from harness.cases import CASES
+from harness.claims import distribute_jobs
+from harness.keras_ways import WAYS
+from harness.keras_ways.way import Way
 
 # Oracles that are computed at a time, each one on one rank.
 CHUNK = 12

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
-from models import Stepping, update
 
-from keras_ways.way import ROWS
+from harness.keras_ways.way import ROWS
+from harness.models import Stepping, update
 
 
 def floats(*shape, rows=ROWS, seed=0):
