@@ -141,6 +141,11 @@ def run(*words, **variables):
     return launch([*RUN, *words], env={"PYTHONPATH": PYTHONPATH, **variables})
 
 
+def allow(seconds: float) -> float:
+    """Return a limit in seconds that grows with the load of this machine."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
     """Wait until a condition is true; a `TimeoutError` after so many seconds."""
     begin = time.monotonic()
