@@ -29,7 +29,7 @@ help:
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make clusters    what clusters start: installs it into .venv-clusters"
 	@echo "make libraries   KerasHub, KerasRS, nine packages, trackers and tuners: installs them into .venv-libraries"
-	@echo "make matrix  try each claimed Python, TensorFlow and Keras in a new environment (noxfile.py): ONLY='py313'"
+	@echo "make matrix  try each claimed Python, TensorFlow and Keras in a new environment: ONLY=py313, or ONLY=nightly"
 	@echo "make wheels  a wheel of Horovod for each Python and TensorFlow, into WHEELS=dist/wheels"
 	@echo "make release-check   the package in dist/, tried in an empty environment"
 	@echo "make release the same, with wheels of Horovod, the site and a tag; nothing is uploaded"
@@ -54,6 +54,7 @@ $(INSTALLED): pyproject.toml
 	    echo "This Debian and Ubuntu package, or one like it, is missing: python3-venv"; \
 	    echo "As root, or after sudo: apt-get install python3-venv"; exit 1; } >&2
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --upgrade 'pip>=25.1'  # has --group
 	$(BIN)/python -m pip install -e '.[tensorflow]' 'scikit-learn>=1.4'
 	@touch $@
 
@@ -61,7 +62,7 @@ $(READY): $(INSTALLED) $(wildcard keras_dist/tools/install/patches/*.patch)
 	@command -v $(firstword $(CXX)) >/dev/null || { \
 	    echo "This Debian and Ubuntu package, or one like it, is missing: g++"; \
 	    echo "As root, or after sudo: apt-get install g++"; exit 1; } >&2
-	$(BIN)/python -m pip install -e '.[dev]'
+	$(BIN)/python -m pip install -e . --group dev
 	$(BIN)/python -m keras_dist install-horovod --if-needed --no-nccl $(HOROVOD) \
 	    $(if $(WHEEL_DIR),--wheel-dir '$(WHEEL_DIR)')
 	@touch $@
@@ -70,11 +71,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests --ignore tests/test_ranks.py \
+	$(BIN)/python -m pytest tests --ignore tests/ranks \
 	    --ignore tests/test_examples.py --ignore tests/test_docs.py \
 	    --ignore tests/hosts
 
-# On two workers: see tests/lanes.py.
+# On two workers: see tests/harness/lanes.py.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadscope tests
 
@@ -87,7 +88,7 @@ docs: setup $(DOCS)
 	@echo "The site is in docs/_build/html: open index.html there."
 
 $(DOCS): pyproject.toml $(READY)
-	$(BIN)/python -m pip install -e '.[dev,docs]'
+	$(BIN)/python -m pip install --group docs
 	@touch $@
 
 equivalence: setup
@@ -98,7 +99,7 @@ hosts: setup
 	LONG_TESTS=1 $(BIN)/python -m pytest tests/hosts tests/hosts/faults.py
 
 # What needs packages that nothing else does is tested in an environment of its own,
-# with the extra of that name, on top of the first one.
+# with the dependency group of that name, on top of the first one.
 clusters libraries: %: setup .venv-%/.ready
 	.venv-$@/bin/python -m pytest tests/$@ $(ALSO)
 
@@ -106,13 +107,13 @@ libraries: ALSO := tests/trackers
 libraries: WITHOUT_DEPENDENCIES := 'kgcnn>=4,<5' 'tsgm>=0.1,<1'  # they pin others' versions
 clusters: ALSO := tests/trackers/test_tune.py
 
-# Every claimed version, and what users install next; see noxfile.py.
-matrix: .venv-nox/.ready
-	.venv-nox/bin/nox $(if $(ONLY),-k '$(ONLY)')
+# Every claimed version, and what users install next: see .ci/matrix.py.
+matrix: .venv-matrix/.ready
+	PATH="$(CURDIR)/.venv-matrix/bin:$$PATH" .venv-matrix/bin/python .ci/matrix.py $(ONLY)
 
-.venv-nox/.ready:
+.venv-matrix/.ready:
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install 'nox>=2024.4.15'
+	$(@D)/bin/python -m pip install 'uv>=0.9'
 	@touch $@
 
 define on_top_of_the_first
@@ -123,7 +124,8 @@ endef
 
 .venv-%/.ready: pyproject.toml $(READY)
 	$(on_top_of_the_first)
-	$(@D)/bin/python -m pip install -e '.[$*]'
+	$(@D)/bin/python -m pip install --upgrade 'pip>=25.1'
+	$(@D)/bin/python -m pip install -e . --group $*
 	$(if $(WITHOUT_DEPENDENCIES),$(@D)/bin/python -m pip install --no-deps $(WITHOUT_DEPENDENCIES))
 	@touch $@
 
@@ -146,8 +148,9 @@ release-check: $(RELEASE)/.ready
 	cd $(RELEASE)/empty && bin/keras-dist install-horovod --no-nccl $(HOROVOD) \
 	    $(if $(WHEEL_DIR),--wheel-dir '$(abspath $(WHEEL_DIR))')
 	cd $(RELEASE)/empty && bin/keras-dist check -np 2
-	$(RELEASE)/empty/bin/python -m pip install "$$(echo dist/keras_dist-*.whl)[dev]"
 	mkdir $(RELEASE)/empty/source && tar -xzf dist/keras_dist-*.tar.gz -C $(RELEASE)/empty/source --strip-components 1
+	$(RELEASE)/empty/bin/python -m pip install --upgrade 'pip>=25.1'
+	cd $(RELEASE)/empty/source && ../bin/python -m pip install --group dev
 	cd $(RELEASE)/empty/source && ../bin/python -m pytest -qq --collect-only tests
 
 $(RELEASE)/.ready: pyproject.toml

@@ -2,8 +2,10 @@
 
     python .ci/release.py check     before anything is built
     python .ci/release.py finish    notes, the site's archive, and the tag
+    python .ci/release.py notes     print the notes
 
-The version stands in `keras_dist/version.py` alone. Nothing is uploaded.
+The version stands in `keras_dist/version.py` alone. Nothing is uploaded: the tag is
+what `.github/workflows/release.yml` publishes.
 """
 
 import re
@@ -55,6 +57,12 @@ def problems(root: Path, version: str) -> list[str]:
     return found
 
 
+def notes(root: Path, version: str) -> str:
+    """Return the section of a version, with a heading."""
+    text = section((root / "CHANGELOG.md").read_text(), version)
+    return f"# keras_dist {version}\n\n{text}\n"
+
+
 def finish(root: Path, version: str) -> None:
     """Write the notes and the site's archive into `dist/`, and make the tag.
 
@@ -63,9 +71,7 @@ def finish(root: Path, version: str) -> None:
         version: Its version.
     """
     dist = root / "dist"
-    notes = dist / "RELEASE_NOTES.md"
-    text = section((root / "CHANGELOG.md").read_text(), version)
-    notes.write_text(f"# keras_dist {version}\n\n{text}\n")
+    (dist / "RELEASE_NOTES.md").write_text(notes(root, version))
     site = f"keras_dist-{version}-site"
     with tarfile.open(dist / f"{site}.tar.gz", "w:gz") as archive:
         archive.add(root / "docs" / "_build" / "html", arcname=site)
@@ -74,10 +80,7 @@ def finish(root: Path, version: str) -> None:
     for path in sorted(dist.rglob("*")):
         if path.is_file():
             print(f"  {path.relative_to(dist)}  {path.stat().st_size / 2**20:.1f} MiB")
-    print(
-        "Nothing was uploaded. `git push origin v" + version + "` publishes the tag, "
-        "`twine upload dist/keras_dist-*` the package."
-    )
+    print(f"Nothing was uploaded. `git push origin v{version}` publishes the package.")
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -90,7 +93,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def main() -> None:
-    """Check, or finish."""
+    """Check, finish, or print the notes."""
     version = runpy.run_path(str(ROOT / "keras_dist" / "version.py"))["__version__"]
     if sys.argv[1:] == ["check"]:
         if found := problems(ROOT, version):
@@ -98,6 +101,8 @@ def main() -> None:
         print(f"Version {version} can be released.")
     elif sys.argv[1:] == ["finish"]:
         finish(ROOT, version)
+    elif sys.argv[1:] == ["notes"]:
+        print(notes(ROOT, version), end="")
     else:
         sys.exit(__doc__)
 

@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_install_horovod(commands: argparse._SubParsersAction) -> None:
+def _add_install_horovod(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
     command = commands.add_parser(
         "install-horovod",
         help="build Horovod for the TensorFlow of this environment",

@@ -39,7 +39,7 @@ TENSORFLOW = (
     f"tensorflow>={format_version(FIRST_TENSORFLOW)},"
     f"<{LAST_TENSORFLOW[0]}.{LAST_TENSORFLOW[1] + 1}"
 )
-KERAS = f"keras>={format_version(OLDEST_KERAS)}"
+KERAS = f"keras>={format_version(OLDEST_KERAS)},<4"
 
 # Distributions that have the module `tensorflow`.
 TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly")

@@ -1,10 +1,11 @@
-"""Tests in `ranks/` run under the launcher only."""
+"""What tests of several folders share."""
 
 import os
 from pathlib import Path
 
 import pytest
-from forked import forks, run_ranks
+from harness import skips
+from harness.forked import forks, run_ranks
 
 __all__ = ["forks", "run_ranks"]
 
@@ -19,12 +20,11 @@ _FIRST = str(Path(__file__).with_name("startup"))
 _PATHS = [_FIRST, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATHS))
 
-collect_ignore = [] if "HOROVOD_SIZE" in os.environ else ["ranks"]
-
 
 def pytest_configure(config):
     """Register the mark of tests for which `make test` has no time."""
     config.addinivalue_line("markers", "long: run with LONG_TESTS=1 alone")
+    skips.register(config)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Lanes for `make test`: what starts ranks often waits, if only for a core."""
-    from lanes import Lanes  # noqa: PLC0415 - where there is xdist
+    from harness.lanes import Lanes  # noqa: PLC0415 - where there is xdist
 
     return Lanes(config, log)
 
@@ -49,7 +49,7 @@ _RUN = ("examples/digits.py", "examples/files.py files", "examples/train_step.py
 @pytest.fixture(scope="session")
 def on_one_process(tmp_path_factory):
     """What the README and examples print, by their names."""
-    import pages  # noqa: PLC0415 - no rank needs it
+    from harness import pages  # noqa: PLC0415 - no rank needs it
 
     return pages.run_all(["README.md", *_RUN], tmp_path_factory.mktemp("one"), None)
 
@@ -63,7 +63,7 @@ def written(tmp_path_factory):
 @pytest.fixture(scope="session")
 def on_two_ranks(tmp_path_factory, written):
     """What examples and pages print there, by their names."""
-    import pages  # noqa: PLC0415 - no rank needs it
+    from harness import pages  # noqa: PLC0415 - no rank needs it
 
     shown = [*_RUN, "examples/callbacks_only.py", pages.write_digits(written)]
     if pages.has_fashion_mnist():

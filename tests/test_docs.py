@@ -6,7 +6,6 @@ import inspect
 import json
 import pkgutil
 import re
-import runpy
 import sys
 from dataclasses import fields
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import generated
 import keras
 import pytest
-from launch import launch
-from pages import (
+from harness.launching import launch
+from harness.pages import (
     DOCS,
     NOTEBOOK,
     ROOT,
@@ -23,6 +22,7 @@ from pages import (
     named,
     pages,
     project,
+    pyproject,
     run_all,
     supported_pythons,
     with_snippets,
@@ -182,16 +182,18 @@ def test_the_extras_have_the_range_of_tensorflow():
     limits = version.TENSORFLOW.removeprefix("tensorflow")
     assert extras["tensorflow"] == [version.TENSORFLOW]
     assert extras["tensorflow-cpu"] == [f"tensorflow-cpu{limits}"]
+    assert version.TENSORFLOW in pyproject()["dependency-groups"]["dev"]
     assert extras["gpu"][0] == f"tensorflow[and-cuda]{limits}"
     assert not any("tensorflow" in each for each in dependencies)
-    oldest = version.format_version(version.OLDEST_KERAS)
-    assert f"keras>={oldest}" in dependencies
+    assert version.KERAS in dependencies
 
 
 def test_the_readme_of_a_distribution_has_full_links():
     """To files that there are; on PyPI others lead nowhere."""
-    readme = runpy.run_path(str(ROOT / "setup.py"))["readme"]()
-    home = project()["urls"]["Source"]
+    home, readme = project()["urls"]["Source"], README
+    hook = pyproject()["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    for each in hook["substitutions"]:
+        readme = re.sub(each["pattern"], each["replacement"], readme)
     links = re.findall(r"\]\(([^)]+)", readme)
     files = [link.removeprefix(home) for link in links if link.startswith(home)]
     assert all(link.startswith("https://") for link in links) and len(files) > 20
@@ -227,7 +229,7 @@ def _section(command: str) -> str:
 
 def test_settings_of_the_documentation_are_pinned_by_ranges():
     """So that warnings of a new version are no errors of ours."""
-    wanted = project()["optional-dependencies"]["docs"]
+    wanted = pyproject()["dependency-groups"]["docs"]
     assert wanted and all(">=" in one and "<" in one for one in wanted)
 
 

@@ -9,8 +9,8 @@ import h5py
 import keras
 import numpy as np
 import pytest
-from launch import ROOT, launch
-from pages import has_fashion_mnist
+from harness.launching import ROOT, launch
+from harness.pages import has_fashion_mnist
 
 needs_fashion_mnist = pytest.mark.skipif(
     not has_fashion_mnist(),

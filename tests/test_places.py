@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT
-from pages import blocks
+from harness.launching import ROOT
+from harness.pages import blocks
 
 from keras_dist.clusters import Place, find_place
 

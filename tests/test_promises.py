@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import generated
 import pytest
-from pages import DOCS, named, pages, supported_pythons
+from harness.pages import DOCS, named, pages, supported_pythons
 
 import keras_dist
 from keras_dist.setup.arguments import Options

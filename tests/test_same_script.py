@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from launch import PYTHONPATH, launch, write_script
+from harness.launching import PYTHONPATH, launch, write_script
 
 SCRIPT = """
 import os

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import DOCS
+from harness.pages import DOCS
 
 import keras_dist
 from keras_dist.checkpoint import EXIT_CODE as SAVED

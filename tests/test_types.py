@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 
-from launch import ROOT, launch, write_script
+from harness.launching import ROOT, launch, write_script
 
 import keras_dist
 

@@ -281,7 +281,8 @@ def flatten_callbacks(callbacks: Any) -> list[Any]:
     """List what the user passed to Keras as `callbacks`."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    return keras.tree.flatten(callbacks or [])
+    found: list[Any] = keras.tree.flatten(callbacks or [])
+    return found
 
 
 # The user's callbacks for which `keras.Model.fit` is replaced.

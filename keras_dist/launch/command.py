@@ -68,7 +68,7 @@ def add_where(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run(commands: argparse._SubParsersAction) -> None:
+def add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command `run` to the commands of `keras-dist`."""
     command = commands.add_parser(
         "run",

@@ -258,4 +258,4 @@ class ScalesRate:
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        super(ScalesRate, type(self)).learning_rate.fset(self, value)  # type: ignore[attr-defined,misc]
+        super(ScalesRate, type(self)).learning_rate.fset(self, value)  # type: ignore[misc]

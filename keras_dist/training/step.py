@@ -174,7 +174,7 @@ class DistributedStep(PredictsAlone):
 
 def batch_logs(model: Any, logs: Any) -> Any:
     """Return the logs of a batch over all ranks, after its step; a collective."""
-    plain = super(DistributedStep, model).get_metrics_result  # type: ignore[misc]
+    plain = super(DistributedStep, model).get_metrics_result
     return _results(model, plain, logs, is_over=False)
 
 
@@ -291,7 +291,7 @@ def own_train_step(model: Any) -> Callable[[Any], Any]:
     It may change the lists and dicts of its batch, as object detectors do that convert
     their boxes; a `tf.function` may not.
     """
-    own_step = super(DistributedStep, model).train_step  # type: ignore[misc]
+    own_step = super(DistributedStep, model).train_step
 
     @functools.wraps(own_step)
     def step(data: Any) -> Any:

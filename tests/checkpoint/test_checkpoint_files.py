@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import launch, start
+from harness.launching import launch, start
 
 from keras_dist.checkpoint import files
 from keras_dist.checkpoint.files import to_json

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from forked import alone, torchrun
-from launch import PYTHONPATH, ROOT, launch, start, write_script
+from harness.forked import alone, torchrun
+from harness.launching import PYTHONPATH, ROOT, launch, start, write_script
 
 from keras_dist.checkpoint import EXIT_CODE
 
@@ -32,7 +32,7 @@ def describe(folder, number, end, *, is_equivalent=False, **options):
 def run(folder, number, ranks, end, **options):
     """Run it under the launcher, which passes a SIGTERM on."""
     given = json.dumps(describe(folder, number, end, **options))
-    command = [ROOT / "tests" / "ranks" / "resumed.py", given]
+    command = [ROOT / "tests" / "harness" / "resumed.py", given]
     env = {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{ROOT / 'tests'}"}
     done = launch(command, ranks=ranks, timeout=600, env=env)
     assert (done.returncode == 0) == (end is None), done.stdout + done.stderr
@@ -100,8 +100,8 @@ def test_killed_processes_resume_to_the_bit(tmp_path, ranks, as_data):
 
 _RESUMED = f"""
 import sys
-sys.path[:0] = {[str(ROOT / "tests" / "ranks"), str(ROOT / "tests")]}
-import resumed
+sys.path[:0] = {[str(ROOT / "tests")]}
+from harness import resumed
 resumed.main({{given}})
 """
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import PYTHONPATH, free_port, launch, start
-from needs import needs
+from harness.launching import PYTHONPATH, free_port, launch, start
+from harness.needs import needs
 
 pytestmark = needs("clusters", "ray", "torch")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import PYTHONPATH, free_port, launch
-from needs import needs
+from harness.launching import PYTHONPATH, free_port, launch
+from harness.needs import needs
 
 pytestmark = needs("clusters", "mpi4py")
 

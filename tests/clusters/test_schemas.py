@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from needs import needs
+from harness.needs import needs
 
 pytestmark = needs("clusters", "kubernetes_validate")
 

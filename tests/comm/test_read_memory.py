@@ -4,7 +4,7 @@ import os
 import sys
 
 import pytest
-from launch import launch
+from harness.launching import launch
 
 # Sums around the smallest size that is summed so, of all ranks and of some.
 SCRIPT = """

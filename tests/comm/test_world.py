@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from forked import alone
+from harness.forked import alone
 
 from keras_dist.clusters import Place
 from keras_dist.comm import runtime, settings

@@ -3,10 +3,10 @@
 import os
 import threading
 
-import data_kinds
 import numpy as np
 import pytest
 import tensorflow as tf
+from harness import data_kinds
 
 from keras_dist.data.adapters import adapt_batches
 from keras_dist.data.division import ReadContext

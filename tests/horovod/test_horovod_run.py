@@ -1,6 +1,6 @@
 """`keras_dist.horovod` on one process."""
 
-from forked import alone
+from harness.forked import alone
 
 _ALONE = """
 import sys

@@ -10,8 +10,8 @@ import json
 import keras
 import numpy as np
 import pytest
-from launch import ROOT, write_script
-from pages import run_all
+from harness.launching import ROOT, write_script
+from harness.pages import run_all
 
 FOLDER = ROOT / "tests" / "horovod_scripts"
 RECORDED = json.loads((FOLDER / "recorded.json").read_text())

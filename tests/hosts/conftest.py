@@ -1,10 +1,13 @@
 """Hosts for the tests of this folder; without root they are left out, and say so."""
 
+import sys
 import tempfile
 from pathlib import Path
 
-import network
+import numpy as np
 import pytest
+from harness import network
+from harness.on_hosts import TRAIN
 
 _MISSING = network.missing()
 
@@ -41,3 +44,19 @@ def net(running):
     """The hosts, as they were at first: names, links and firewalls."""
     yield running
     running.restore()
+
+
+@pytest.fixture(scope="module")
+def alone(running, shared):
+    """Weights of plain Keras on one process, with the batch of so many ranks."""
+    known = {}
+
+    def weights(ranks):
+        if ranks not in known:
+            path = shared / f"alone{ranks}.npy"
+            done = running.run("c", [sys.executable, TRAIN, path, ranks])
+            assert done.returncode == 0, done.stderr
+            known[ranks] = np.load(path)
+        return known[ranks]
+
+    return weights

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from launch import ROOT
+from harness.launching import ROOT
 
 CHECK = [sys.executable, "-m", "keras_dist", "check"]
 

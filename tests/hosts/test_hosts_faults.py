@@ -5,10 +5,8 @@ import time
 from functools import partial
 
 import pytest
-from launch import RUN, until, wait_for_files
-from network import own_lines
-
-STUB = "tests/hosts/stub.py"
+from harness.launching import RUN, allow, until
+from harness.on_hosts import STUB, all_there, ended, kill_command
 
 
 def start(net, shared, name, case, *options, hosts="a:1,b:1", rank=()):
@@ -16,18 +14,6 @@ def start(net, shared, name, case, *options, hosts="a:1,b:1", rank=()):
     folder = shared / name
     words = [*RUN, *options, "-H", hosts, STUB, folder, case, *rank]
     return net.start(hosts[0], words), folder
-
-
-def all_there(folder, ranks=2):
-    """Wait until all ranks are there."""
-    wait_for_files(*(folder / f"there.0.{rank}" for rank in range(ranks)))
-
-
-def ended(process, seconds=60):
-    """Wait for the end of a launcher: exit code, its own lines, and seconds."""
-    begin = time.monotonic()
-    _, stderr = process.communicate(timeout=seconds)
-    return process.returncode, own_lines(stderr), time.monotonic() - begin
 
 
 def test_exit_codes_and_reports_of_ranks_travel_to_the_launcher(net, shared):
@@ -72,12 +58,6 @@ def test_a_hosts_file_may_name_users_whose_home_is_their_own(net, shared):
     assert ended(process)[0] == 128 + signal.SIGINT
 
 
-def kill_command(net, name):
-    """Kill the command that ssh has started on a host, and not ssh to another one."""
-    commands = net.processes(name, "-m keras_dist run --over-ssh")
-    min(commands, key=lambda command: command.create_time()).kill()
-
-
 @pytest.mark.parametrize(
     "killed", ["a", pytest.param("b", marks=pytest.mark.long), "launcher"]
 )
@@ -89,7 +69,7 @@ def test_nothing_is_left_where_a_command_or_the_launcher_is_killed(net, shared, 
         kill_command(net, killed)
         code, lines, seconds = ended(process)
         number = {"a": -signal.SIGKILL, "b": 255}[killed]  # a is here, b behind ssh
-        assert code == number % 256 and seconds < 15
+        assert code == number % 256 and seconds < allow(15)
         assert lines == [
             f"keras-dist: the command on {killed} ended before the others, or the "
             f"connection to it was lost: exit code {number}. The commands on the "
@@ -122,13 +102,13 @@ def test_a_host_that_is_lost_or_behind_a_firewall_is_named(net, shared):
     time.sleep(max(0.0, cut + 10 - time.monotonic()))
     net.link("h", is_up=True)
     code, lines, _ = ended(lost)  # a lost host is no reason to start again
-    assert time.monotonic() - cut < 20
+    assert time.monotonic() - cut < allow(20)
     assert code == 1, lines
     assert lines[0] == "keras-dist: host b has not responded for 15 s (rank 1)."
     assert lines[1].startswith("Rank 0 on a was ") and len(lines) == 2, lines
 
     code, lines, _ = ended(only_ssh)
-    assert code == 1 and time.monotonic() - started < 40
+    assert code == 1 and time.monotonic() - started < allow(40)
     lines = [line for line in lines if "waiting" not in line]
     assert "f cannot reach 10.77.0.5:" in lines[0], lines
     early = "keras-dist: the command on {} ended before the others"
@@ -144,6 +124,6 @@ def test_a_host_with_ipv6_addresses_alone_is_named(net, shared):
     net.write_hosts("a", "127.0.0.1 localhost\n10.77.0.1 a\nfd77::2 b\n")
     process, _ = start(net, shared, "ipv6", "wait")
     code, (line,), seconds = ended(process)
-    assert code == 1 and seconds < 10
+    assert code == 1 and seconds < allow(10)
     assert "b (" in line and "Ranks connect by IPv4." in line
     assert "--rdzv" in line

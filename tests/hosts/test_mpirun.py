@@ -5,9 +5,7 @@ import sys
 from importlib import metadata
 
 import pytest
-from test_training import TRAIN, alone, assert_trained, count_ranks
-
-__all__ = ["alone"]  # a fixture
+from harness.on_hosts import TRAIN, assert_trained, count_ranks
 
 
 def missing():

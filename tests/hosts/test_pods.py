@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch import ROOT, until
+from harness.launching import ROOT, until
 
 FOLDER = ROOT / "examples" / "kubernetes"
 HOME = "/home/ranks"  # in the image

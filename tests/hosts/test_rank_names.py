@@ -2,8 +2,8 @@
 
 import sys
 
-from test_rdzv import outputs
-from test_rendezvous import slurm
+from harness.forked import slurm
+from harness.on_hosts import outputs
 
 CODE = "import keras_dist; print('ranks', keras_dist.gather(keras_dist.rank()))"
 

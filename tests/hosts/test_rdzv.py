@@ -2,27 +2,8 @@
 
 import signal
 
-from launch import RUN
-from test_hosts_faults import STUB, all_there, ended
-
-SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
-
-
-def meet(net, hosts, *words, options=(), **variables):
-    """Start the same command on each of these hosts, which meet on the first one."""
-    common = [*RUN, "--nnodes", len(hosts), "--rdzv", f"{hosts[0]}:29400", *options]
-    env = {**SECRET, **variables}
-    return [
-        net.start(host, [*common, "--node-rank", number, *words], **env)
-        for number, host in enumerate(hosts)
-    ]
-
-
-def outputs(processes):
-    """What all have printed on both streams, when they have ended well."""
-    found = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(found), found
-    return "".join(stdout for stdout, _ in found), found[0][1]
+from harness.launching import RUN
+from harness.on_hosts import SECRET, STUB, all_there, ended, meet
 
 
 def test_all_hosts_end_and_say_why(net, shared):

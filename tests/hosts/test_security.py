@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import RUN, wait_for_files, write_script
-from test_rdzv import meet, outputs
+from harness.launching import RUN, wait_for_files, write_script
+from harness.on_hosts import meet, outputs
 
 SSH, CLOSED = 22, 9
 

@@ -4,8 +4,8 @@ import signal
 import socket
 
 import pytest
-from forked import alone, torchrun
-from launch import MISBEHAVES, launch, write_script
+from harness.forked import alone, torchrun
+from harness.launching import MISBEHAVES, launch, write_script
 
 _READS_RESULTS = """
 import keras, keras_dist, numpy as np, tensorflow as tf

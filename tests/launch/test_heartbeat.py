@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 
 import pytest
-from launch import until
+from harness.launching import until
 
 from keras_dist.clusters import Place
 from keras_dist.launch.meeting import Meeting

@@ -12,14 +12,16 @@ import time
 
 import psutil
 import pytest
-from launch import (
+from harness.launching import (
     MISBEHAVES,
     PYTHONPATH,
     RUN,
+    allow,
     finish,
     free_port,
     launch,
     prefix,
+    run,
     start,
     until,
     write_script,
@@ -40,11 +42,6 @@ _CASES = {
 
 
 _SELDOM = "exit", "generator", "memory"
-
-
-def run(*words, **variables):
-    """Run `keras-dist run` to its end, with variables in its environment."""
-    return launch([*RUN, *words], env={"PYTHONPATH": PYTHONPATH, **variables})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +131,7 @@ def test_a_stopped_launcher_takes_everything_with_it(tmp_path, left_behind, numb
     for _ in range(2):
         assert process.stdout.readline().endswith("there\n")
     process.send_signal(number)
-    process.wait(timeout=10)
+    process.wait(timeout=allow(10))
     process.stdout.close()
     is_killed = number == signal.SIGKILL
     assert process.returncode == (-number if is_killed else 128 + number)
@@ -260,7 +257,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_on_all_ranks(tmp_path, left_behind, case
     assert "Traceback" not in stderr and "failed" not in stderr
     assert stdout.count("saved") == 2 * (case == "saves")
     assert stdout.count("at exit") == {"none": 1, "saves": 2}.get(case, 0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < allow(10)
 
 
 _SAVES = """
@@ -337,7 +334,7 @@ def test_a_rank_without_the_variables_of_the_job_ends_with_it():
     try:
         rank = int(process.stdout.readline())
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) == 128 + signal.SIGINT
+        assert process.wait(timeout=allow(10)) == 128 + signal.SIGINT
         found = [p for p in psutil.process_iter() if os.getsid(p.pid) == rank]
         assert {each.status() for each in found} <= {psutil.STATUS_ZOMBIE}
     finally:

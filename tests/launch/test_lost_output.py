@@ -8,7 +8,7 @@ import termios
 import time
 
 import pytest
-from launch import RUN, start, until, wait_for_files, write_script
+from harness.launching import RUN, start, until, wait_for_files, write_script
 
 # Each rank says that it is there, prints in a way, and leaves a file; a third argument
 # is the size of what it prints. SIGTERM asks it to save, which takes some seconds.

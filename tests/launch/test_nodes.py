@@ -10,16 +10,23 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from forked import torchrun
-from launch import PYTHONPATH, ROOT, RUN, free_port, launch, start, until, write_script
-from test_launch import run
-from test_rendezvous import slurm
+from harness.forked import slurm, torchrun
+from harness.launching import (
+    PYTHONPATH,
+    ROOT,
+    RUN,
+    free_port,
+    launch,
+    run,
+    start,
+    until,
+    write_script,
+)
+from harness.meeting import SECRET, ended, meet
 
 from keras_dist.clusters import Place
 from keras_dist.launch.meeting import Meeting
 from keras_dist.launch.store import StoreClient, find_store, store_variables
-
-SECRET = {"KERAS_DIST_SECRET": "a secret of these tests"}
 
 _SCRIPT = """
 import os, sys, time
@@ -29,20 +36,6 @@ if sys.argv[1:] == [rank] and start == "0":
     raise KeyError("tea")
 time.sleep(0.5 if start == "1" else 60)
 """
-
-
-def meet(*words, numbers=(0, 1), of=2, port=None):
-    """Start the same command for these hosts of a job, which has so many."""
-    common = [*RUN, "--nnodes", of, "--rdzv", f"127.0.0.1:{port or free_port()}"]
-    env = {"PYTHONPATH": PYTHONPATH, **SECRET}
-    return [start([*common, "--node-rank", n, *words], env=env) for n in numbers]
-
-
-def ended(*processes, seconds=60):
-    """Exit code and both outputs of each, that of the first host first."""
-    found = [(p, *p.communicate(timeout=seconds)) for p in processes]
-    found = [(p.returncode, stdout, stderr) for p, stdout, stderr in found]
-    return sorted(found, key=lambda each: "[1] " in each[1])
 
 
 def test_a_job_that_meets_starts_again_and_prints_the_first_cause(

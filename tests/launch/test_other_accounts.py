@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launch import write_script
-from test_nodes import ended, meet
+from harness.launching import write_script
+from harness.meeting import ended, meet
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="left out: only root can act as another account"

@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from launch import RUN, finish, launch, start, write_script
+from harness.launching import RUN, allow, finish, launch, start, write_script
 
 from keras_dist.launch.output import Output
 
@@ -67,7 +67,7 @@ def test_a_line_of_100_mb_passes_in_5_seconds(script, stream):
     stdout, stderr, seconds = printed(script, "line", stream, count)
     shown = {"stdout": stdout, "stderr": stderr}[stream]
     assert shown.endswith(b"a" * count + b"\n")
-    assert seconds < 5
+    assert seconds < allow(5)
 
 
 def test_any_bytes_pass_as_they_are(script):
@@ -77,7 +77,7 @@ def test_any_bytes_pass_as_they_are(script):
     assert stderr.endswith(b"\r" * 20_000_000 + b"\n")
     stdout, _, more = printed(script, "rubbish")
     assert stdout in (rubbish, rubbish + b"\n")
-    assert seconds + more < 10
+    assert seconds + more < allow(10)
     stdout, _, _ = printed(script, "words")
     assert stdout == "größer ".encode() * 300_100 + b"\r\nthe end\r\n"
 
@@ -104,7 +104,7 @@ def test_sigterm_is_answered_while_a_rank_prints(script):
         while os.read(process.stdout.fileno(), 1 << 16):
             pass
         assert process.wait(10) == 128 + signal.SIGTERM
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < allow(1)
 
 
 def test_a_closed_screen_is_no_error(script):
@@ -144,7 +144,7 @@ def test_ranks_may_save_when_the_launcher_receives_sigterm(script):
     assert process.returncode == 128 + signal.SIGTERM
     assert stdout.count(b"x") == 2_000_000
     assert set(stdout.splitlines()) >= {b"saved", b"[1] saved"}
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < allow(10)
 
 
 @contextlib.contextmanager

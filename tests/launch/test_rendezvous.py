@@ -8,8 +8,8 @@ import socket
 import time
 
 import pytest
-from forked import torchrun
-from launch import MISBEHAVES
+from harness.forked import slurm, torchrun
+from harness.launching import MISBEHAVES
 
 SHORT = {"KERAS_DIST_RANKS_SECONDS": "2"}
 
@@ -36,20 +36,6 @@ print("trained", *numbers, hashlib.sha256(weights).hexdigest(), flush=True)
 keras_dist.gather("done")
 os._exit(0)
 """
-
-
-def slurm(rank, size, port):
-    """The step's port follows from the numbers of the job and the step."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": str(size),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": str(size),
-        "SLURM_JOB_ID": str(port),
-        "SLURM_STEP_ID": "0",
-    }
 
 
 def two_torchruns(rank, size, port):

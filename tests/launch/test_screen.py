@@ -3,8 +3,7 @@
 import sys
 
 import pytest
-from launch import ROOT, RUN, finish, launch, start, write_script
-from test_launch import run
+from harness.launching import ROOT, RUN, finish, launch, run, start, write_script
 
 _SCRIPT = """
 import sys

@@ -2,7 +2,7 @@
 
 import re
 
-from launch import launch, prefix, write_script
+from harness.launching import launch, prefix, write_script
 
 # No package of ours: seeded before the script's first line.
 DRAWS = """

@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-import slurm
-from launch import RUN, until, wait_for_files, write_script
+from harness import slurm
+from harness.launching import RUN, until, wait_for_files, write_script
 
 from keras_dist.comm.rendezvous import decode_secret, encode_secret
 

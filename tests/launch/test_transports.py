@@ -1,7 +1,7 @@
 """Which transport connects the ranks, and what keeps TensorFlow's from doing so."""
 
 import pytest
-from launch import launch, write_script
+from harness.launching import launch, write_script
 
 _WITHOUT_HOROVOD = """
 import sys

@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from forked import torchrun
-from launch import MISBEHAVES, launch, prefix
+from harness.forked import torchrun
+from harness.launching import MISBEHAVES, launch, prefix
 
 from keras_dist.launch.monitor import record
 from keras_dist.launch.monitor.watchdog import EXIT_CODE, Watchdog

@@ -1,12 +1,12 @@
 """Small models in place of the presets that `docs/how_to/libraries/` downloads.
 
-Run by `tests/pages.py` on all ranks, before these pages.
+Run by `tests/harness/pages.py` on all ranks, before these pages.
 """
 
 from pathlib import Path
 
 import keras_hub
-from library_ways.hub import bert, gpt2, gpt2_preprocessor, retinanet, vit
+from harness.library_ways.hub import bert, gpt2, gpt2_preprocessor, retinanet, vit
 
 import keras_dist
 

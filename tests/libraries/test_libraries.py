@@ -4,16 +4,16 @@ import os
 import sys
 
 import pytest
-from launch import ROOT, launch
-from needs import LIBRARIES, needs
-from pages import ALONE, blocks, named
+from harness.launching import ROOT, launch
+from harness.needs import LIBRARIES, needs
+from harness.pages import ALONE, blocks, named
 
 pytestmark = needs("libraries", *LIBRARIES)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_models_equal_one_process(ranks):
-    """Each model of `tests/ranks/library_ways/`, on two or on three ranks.
+    """Each model of `tests/harness/library_ways/`, on two or on three ranks.
 
     `LONG_TESTS=1 make libraries` trains each on both.
     """
@@ -26,8 +26,8 @@ def test_the_script_of_each_page_runs_on_two_ranks(tmp_path):
     pages = sorted(ALONE.glob("*.md"))
     assert pages and all(blocks(page, "py") for page in pages)
     names = ["tests/libraries/presets.py", *map(named, pages)]
-    paths = [str(ROOT / "tests" / "ranks"), os.environ["PYTHONPATH"]]
+    paths = [str(ROOT / "tests"), os.environ["PYTHONPATH"]]
     env = {"PYTHONPATH": os.pathsep.join(paths)}
-    words = ["tests/pages.py", tmp_path, *names]
+    words = ["tests/harness/pages.py", tmp_path, *names]
     done = launch(words, ranks=2, timeout=600, env=env, check=True)
     assert all(f"== {name}" in done.stdout for name in names)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import launch, prefix
-from needs import needs
+from harness.launching import launch, prefix
+from harness.needs import needs
 
 pytestmark = needs(
     *("libraries", "adapt", "bayesflow", "hgq", "imblearn", "kgcnn"),

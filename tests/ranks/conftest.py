@@ -1,4 +1,7 @@
-"""Every rank runs every test here, in the same order; the oracle is plain Keras."""
+"""Every rank runs every test here, in the same order; the oracle is plain Keras.
+
+See `harness/rank_tests.py`.
+"""
 
 import gc
 import os
@@ -9,54 +12,24 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
-from claims import distribute_jobs, models_in, train_on_one_process
-from models import make_compiled, perceptron, vectors
+from harness import rank_tests
+from harness.claims import distribute_jobs, models_in, train_on_one_process
+from harness.models import make_compiled, perceptron, vectors
 
 import keras_dist
 from keras_dist.data.pipeline import as_untuned
 
 
 def pytest_configure(config):
-    """Registers the marks of tests that need not run on every number of ranks."""
-    config.addinivalue_line("markers", "several_ranks: one rank is plain Keras")
-    config.addinivalue_line("markers", "three_ranks: an odd number may matter")
-    config.addinivalue_line("markers", "slow_on_three: there, with LONG_TESTS=1 alone")
-    config.addinivalue_line("markers", "two_ranks: slow, and the same on any number")
-    config.addinivalue_line("markers", "over_horovod: its threads, memory and names")
+    """Prepare a rank, or the process that starts ranks."""
+    rank_tests.register(config)
+    if not rank_tests.is_rank():
+        return
     # The oracle, plain Keras, need not sleep at the end of each pass over its data.
     strategy = tf.distribute.get_strategy()
     strategy.experimental_distribute_dataset = lambda data, _=None: as_untuned(data)
     gc.freeze()  # the libraries, through which Python would go each time
     gc.set_threshold(20_000, 20, 50)
-
-
-def pytest_collection_modifyitems(config, items):
-    """Deselects tests that would compare Keras with itself, or repeat another one.
-
-    A test runs on one number of ranks: on three where the number may matter, else on
-    two, which are faster on two cores. One rank runs those where it may matter, too:
-    the tests of one file, and with LONG_TESTS=1 all. That runs them on every number.
-    """
-
-    def is_left_out(item):
-        marks = {mark.name for mark in item.iter_markers()}
-        size, is_long = keras_dist.size(), "LONG_TESTS" in os.environ
-        if "over_horovod" in marks and "TensorFlow" in keras_dist.comm.transport_name():
-            return True
-        if "two_ranks" in marks and size != 2:
-            return True
-        if size == 1:
-            return "several_ranks" in marks or not (is_long or "three_ranks" in marks)
-        is_quick = is_long or "slow_on_three" not in marks
-        is_for_three = "three_ranks" in marks and is_quick
-        if size == 2:
-            return is_for_three and not (is_long or "two_ranks" in marks)
-        return not is_for_three
-
-    out = [item for item in items if is_left_out(item)]
-    if out:
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in out]
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -66,14 +39,15 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config):
-    """Ends the process at once.
+    """Ends a rank at once.
 
     pytest holds the errors that tests expect, and these hold iterators of TensorFlow,
     each of which may take a minute to be destroyed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(getattr(config, "exit_code", 1))
+    if rank_tests.is_rank():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(getattr(config, "exit_code", 1))
 
 
 @pytest.fixture
@@ -125,7 +99,7 @@ def equals_one_process(request):
     chosen = [
         item.callspec.params["case"]
         for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
+        if item.path == request.path and "case" in item.callspec.params
     ]
     oracles = distribute_jobs([case.oracle for case in chosen])
     expected = dict(zip((case.title for case in chosen), oracles, strict=True))

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from claims import warned
-from keras_ways.way import Run
-from library_ways import WAYS
-from library_ways.hub import mixtral, train_tokens
+from harness.claims import warned
+from harness.keras_ways.way import Run
+from harness.library_ways import WAYS
+from harness.library_ways.hub import mixtral, train_tokens
 
 import keras_dist
 

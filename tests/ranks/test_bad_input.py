@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, raises_everywhere
+from harness.claims import assert_equals_one_process, raises_everywhere
 
 import keras_dist
 from keras_dist.optimizer import reduce

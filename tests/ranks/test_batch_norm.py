@@ -6,7 +6,7 @@ The oracle is plain Keras on one process, with Keras's own `BatchNormalization`.
 import keras
 import numpy as np
 import pytest
-from claims import assert_equals_one_process, shortened
+from harness.claims import assert_equals_one_process, shortened
 
 import keras_dist
 

@@ -8,15 +8,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     largest_difference,
     raises_everywhere,
     shortened,
 )
+from harness.models import Stepping, make_compiled, update
 from keras import ops
-from models import Stepping, make_compiled, update
 
 import keras_dist
 

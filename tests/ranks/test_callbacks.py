@@ -5,7 +5,7 @@ import logging
 import keras
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     assert_same_bits,
@@ -14,7 +14,7 @@ from claims import (
     state_of,
     warned,
 )
-from models import update
+from harness.models import update
 
 import keras_dist
 

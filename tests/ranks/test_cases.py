@@ -9,8 +9,8 @@ equivalence` runs all in each dtype on two and on three ranks.
 from dataclasses import replace
 
 import pytest
-from cases import CASES, OPTIMIZERS, OTHERS, optimizer_names
-from keras_ways import WAYS
+from harness.cases import CASES, OPTIMIZERS, OTHERS, optimizer_names
+from harness.keras_ways import WAYS
 
 # Ways in `make test`, on two ranks: what a script does around `fit`, and steps with
 # several networks. Losses and metrics have tests of their own.

@@ -10,14 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     largest_difference,
     shortened,
 )
-from data_kinds import Sequence
-from models import make_compiled, perceptron
+from harness.data_kinds import Sequence
+from harness.models import make_compiled, perceptron
 
 import keras_dist
 

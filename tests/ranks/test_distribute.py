@@ -10,8 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import Ended, assert_close, distribute_jobs, shortened, slow_on_three
-from models import make_compiled, perceptron
+from harness.claims import (
+    Ended,
+    assert_close,
+    distribute_jobs,
+    shortened,
+    slow_on_three,
+)
+from harness.models import make_compiled, perceptron
 
 import keras_dist
 from keras_dist import distribution, fit

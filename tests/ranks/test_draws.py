@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, shortened
-from data_kinds import Sequence
+from harness.claims import assert_equals_one_process, shortened
+from harness.data_kinds import Sequence
 
 import keras_dist
 from keras_dist import private

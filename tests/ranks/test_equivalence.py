@@ -7,8 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equal_to_the_bit, assert_equals_one_process, read_by_keras
-from models import Repeated, in_precision, make_compiled, perceptron, unbuilt
+from harness.claims import (
+    assert_equal_to_the_bit,
+    assert_equals_one_process,
+    read_by_keras,
+)
+from harness.models import Repeated, in_precision, make_compiled, perceptron, unbuilt
 
 import keras_dist
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, shortened, warned
+from harness.claims import assert_equals_one_process, shortened, warned
 from keras import ops
 
 import keras_dist

@@ -7,15 +7,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equals_one_process,
     largest_difference,
     raises_everywhere,
     shortened,
     warned,
 )
-from data_kinds import BATCHES, Loader, Sequence
-from models import make_compiled, perceptron
+from harness.data_kinds import BATCHES, Loader, Sequence
+from harness.models import make_compiled, perceptron
 
 import keras_dist
 

@@ -10,8 +10,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_close, assert_equal_to_the_bit, assert_same_bits, state_of
-from models import all_in_precision
+from harness.claims import (
+    assert_close,
+    assert_equal_to_the_bit,
+    assert_same_bits,
+    state_of,
+)
+from harness.models import all_in_precision
 
 import keras_dist
 import keras_dist.horovod as hvd

@@ -11,13 +11,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     raises_everywhere,
     warned,
 )
-from models import dropping, make_compiled, perceptron, update
+from harness.models import dropping, make_compiled, perceptron, update
 
 import keras_dist
 from keras_dist.training.metric_state import record_starts

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import gather_errors, shortened
-from models import make_compiled
+from harness.claims import gather_errors, shortened
+from harness.models import make_compiled
 
 import keras_dist
 

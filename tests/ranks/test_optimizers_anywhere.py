@@ -6,13 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_close,
     assert_equal_to_the_bit,
     assert_equals_one_process,
     shortened,
 )
-from models import make_compiled
+from harness.models import make_compiled
 
 import keras_dist
 from keras_dist.optimizer.attach import is_distributed

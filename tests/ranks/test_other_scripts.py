@@ -4,15 +4,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equals_one_process,
     raises_everywhere,
     shortened,
     slow_on_three,
     warned,
 )
-from data_kinds import Listed
-from models import Stepping, make_compiled
+from harness.data_kinds import Listed
+from harness.models import Stepping, make_compiled
 from test_patches import make as make_patched
 from test_patches import patched
 

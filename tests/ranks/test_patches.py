@@ -10,8 +10,8 @@ from pathlib import Path
 import keras
 import pytest
 import tensorflow as tf
-from claims import shortened
-from models import make_compiled, normalized
+from harness.claims import shortened
+from harness.models import make_compiled, normalized
 
 import keras_dist
 from keras_dist import private

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import shortened
-from data_kinds import BATCHES, Sequence
+from harness.claims import shortened
+from harness.data_kinds import BATCHES, Sequence
 
 import keras_dist
 

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import raises_everywhere, shortened
-from data_kinds import BATCHES
+from harness.claims import raises_everywhere, shortened
+from harness.data_kinds import BATCHES
 
 import keras_dist
 

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, shortened
-from models import make_compiled
+from harness.claims import assert_equals_one_process, shortened
+from harness.models import make_compiled
 
 import keras_dist
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import shortened, slow_on_three
+from harness.claims import shortened, slow_on_three
 
 import keras_dist
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import scipy.sparse
 import tensorflow as tf
-from claims import assert_equals_one_process, shortened, slow_on_three
-from data_kinds import Listed, Sequence
-from models import make_compiled
+from harness.claims import assert_equals_one_process, shortened, slow_on_three
+from harness.data_kinds import Listed, Sequence
+from harness.models import make_compiled
 
 import keras_dist
 

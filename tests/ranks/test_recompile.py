@@ -2,7 +2,7 @@
 
 import keras
 import pytest
-from claims import assert_equals_one_process, shortened
+from harness.claims import assert_equals_one_process, shortened
 
 pytestmark = [pytest.mark.three_ranks, pytest.mark.slow_on_three]
 

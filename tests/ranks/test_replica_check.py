@@ -6,14 +6,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     KERAS,
     assert_equal_to_the_bit,
     raises_everywhere,
     slow_on_three,
     warned,
 )
-from models import dropping, make_compiled
+from harness.models import dropping, make_compiled
 
 import keras_dist
 

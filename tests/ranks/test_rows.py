@@ -10,14 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_close,
     assert_equals_one_process,
     raises_everywhere,
     shortened,
     warned,
 )
-from models import Stepping, make_compiled
+from harness.models import Stepping, make_compiled
 
 import keras_dist
 

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import Ended
-from data_kinds import ARRAYS, KINDS
-from models import make_compiled
+from harness.claims import Ended
+from harness.data_kinds import ARRAYS, KINDS
+from harness.models import make_compiled
 
 import keras_dist
 from keras_dist.data.pipeline import as_untuned

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_close,
     assert_same_bits,
     gather_errors,
@@ -20,6 +20,7 @@ from claims import (
     shortened,
     slow_on_three,
 )
+from harness.launching import allow
 from keras.saving import save_model  # before keras_dist, as most scripts have it
 
 import keras_dist
@@ -231,7 +232,7 @@ def test_a_path_of_each_rank_is_written_by_it(model, folder, store, monkeypatch)
     assert {path.name for path in folder.iterdir()} == names | {"last.weights.h5"}
     for name in names:
         keras.models.load_model(folder / name)
-    assert max(keras_dist.gather(seconds)) < 20
+    assert max(keras_dist.gather(seconds)) < allow(20)
 
 
 def test_a_guarded_save_is_not_waited_for(model, folder):

@@ -8,13 +8,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     largest_difference,
     shortened,
     train_on_one_process,
 )
-from models import make_compiled, update
+from harness.models import make_compiled, update
 
 import keras_dist
 

@@ -8,14 +8,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     raises_everywhere,
     shortened,
     slow_on_three,
 )
-from data_kinds import kept, slices
+from harness.data_kinds import kept, slices
 
 import keras_dist
 

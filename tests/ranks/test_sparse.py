@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import OPTIMIZERS, models_in, optimizer_names
-from claims import assert_close, assert_equals_one_process, difference_of_states
-from models import make_compiled, words
+from harness.cases import OPTIMIZERS, models_in, optimizer_names
+from harness.claims import assert_close, assert_equals_one_process, difference_of_states
+from harness.models import make_compiled, words
 
 import keras_dist
 from keras_dist import comm

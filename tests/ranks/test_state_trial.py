@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import shortened, slow_on_three, warned
+from harness.claims import shortened, slow_on_three, warned
 from keras import ops
 
 import keras_dist

@@ -5,13 +5,13 @@ from functools import partial
 import keras
 import numpy as np
 import pytest
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     shortened,
     train_on_one_process,
 )
-from models import make_compiled, vectors
+from harness.models import make_compiled, vectors
 
 import keras_dist
 from keras_dist import mixin

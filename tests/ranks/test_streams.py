@@ -4,12 +4,12 @@ import contextlib
 import re
 from functools import partial
 
-import data_kinds
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness import data_kinds
+from harness.claims import (
     Ended,
     assert_equal_to_the_bit,
     assert_equals_one_process,
@@ -19,7 +19,7 @@ from claims import (
     shortened,
     slow_on_three,
 )
-from models import make_compiled, perceptron
+from harness.models import make_compiled, perceptron
 
 import keras_dist
 

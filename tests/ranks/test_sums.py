@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, shortened, warned
+from harness.claims import assert_equals_one_process, shortened, warned
+from harness.models import Stepping, sentences, tagger
 from keras import ops
-from models import Stepping, sentences, tagger
 
 import keras_dist
 

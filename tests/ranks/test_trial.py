@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     assert_same_bits,

@@ -9,7 +9,7 @@ from functools import partial
 
 import keras
 import pytest
-from claims import (
+from harness.claims import (
     assert_close,
     assert_equal_to_the_bit,
     assert_same_bits,
@@ -19,7 +19,7 @@ from claims import (
     slow_on_three,
     warned,
 )
-from models import vectors
+from harness.models import vectors
 
 import keras_dist
 from keras_dist.callbacks.user_callbacks import reads_batch_logs

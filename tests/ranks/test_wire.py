@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import largest_difference
-from models import SUBJECTS, make_compiled
+from harness.claims import largest_difference
+from harness.models import SUBJECTS, make_compiled
 
 import keras_dist
 from keras_dist.comm import transport

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from claims import assert_equals_one_process, shortened
-from data_kinds import kept, slices
-from models import Stepping, make_compiled
+from harness.claims import assert_equals_one_process, shortened
+from harness.data_kinds import kept, slices
+from harness.models import Stepping, make_compiled
 
 import keras_dist
 

@@ -3,13 +3,13 @@
 import keras
 import pytest
 import tensorflow as tf
-from claims import (
+from harness.claims import (
     assert_equal_to_the_bit,
     assert_equals_one_process,
     raises_everywhere,
     warned,
 )
-from models import make_compiled
+from harness.models import make_compiled
 
 import keras_dist
 

@@ -12,7 +12,7 @@ import tempfile
 from itertools import groupby
 from pathlib import Path
 
-from launch import ROOT, launch
+from harness.launching import ROOT, launch
 
 PAGE = ROOT / "docs" / "equivalence.md"
 
@@ -39,7 +39,7 @@ tolerance is a few roundings of a number.
 
 _WAYS = """## Ways to train that keras.io shows
 
-Small models in `tests/ranks/keras_ways/`, each trained like an example or a guide of
+Small models in `tests/harness/keras_ways/`, each trained like an example or a guide of
 Keras: by plain `fit` on one process with the global batch, and by `dist_fit` at the
 same learning rate, in float64. All weights, the state of the optimizers and the logs
 are compared. The tolerance is 1e-10; for a name with a *, Keras computes a part in
@@ -52,7 +52,7 @@ def run(ranks, *arguments):
     """The versions and the rows that so many ranks have measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        script = ROOT / "tests" / "ranks" / "table.py"
+        script = ROOT / "tests" / "harness" / "table.py"
         found = [str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(":")]
         env = {"PYTHONPATH": ":".join(filter(None, found))}
         done = launch([script, path, *arguments], ranks=ranks, timeout=3600, env=env)

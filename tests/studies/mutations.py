@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from launch import ROOT, RUN, launch
+from harness.launching import ROOT, RUN, launch
 
 
 class Mutation(NamedTuple):

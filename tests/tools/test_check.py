@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from launch import PYTHONPATH, launch, write_script
+from harness.launching import PYTHONPATH, launch, write_script
 
 from keras_dist.launch.command import add_where
 from keras_dist.tools.check import host

@@ -6,13 +6,14 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import psutil
 import pytest
-from launch import ROOT, launch
+from harness.launching import ROOT, launch
 
 from keras_dist import version
 from keras_dist.tools.install import build, facts, recipe, steps
@@ -116,6 +117,20 @@ def test_each_thing_that_is_missing_is_named_with_what_installs_it():
     (one,) = facts.find_missing(cpu, mpi=False, nccl=True)
     assert "`tensorflow`. Received: `tensorflow-cpu`." in one
     assert "pip install tensorflow==2.20.0" in one
+
+
+def test_an_environment_without_pip_runs_the_one_of_ensurepip(monkeypatch):
+    """As in environments of uv; it is not installed."""
+    (installed,) = subprocess.run(
+        [*steps.PIP, "--version"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert str(Path(sys.prefix)) in installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    path = steps.find_pip()
+    assert path and path.endswith(".whl/pip")
+    command = [*steps.PYTHON, path, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert path in done.stdout
 
 
 @pytest.mark.parametrize("name", version.TENSORFLOWS)

@@ -1,17 +1,20 @@
 """`install-horovod --wheel-dir` and `--find-links`: built once, taken where it fits."""
 
 import dataclasses
+import hashlib
 import shutil
 import sys
 import sysconfig
 import zipfile
 
 import pytest
-from test_install import BUILT
 
 from keras_dist.tools.install import build, facts, recipe
 from keras_dist.tools.install.steps import PIP
 
+BUILT = recipe.Built(
+    "0.28.1", "2.21.0", "2.21.0", mpi=False, nccl=False, is_patched=True
+)
 FACTS = facts.Facts(tensorflow="2.21.0")
 BARE = dataclasses.replace(FACTS, has_compiler=False, has_make=False)
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
@@ -80,6 +83,26 @@ def test_of_several_wheels_the_one_with_what_works_here_is_taken(
     assert taken(site) == mpi.name
     recipe.install_horovod(wheel_dir=folder, mpi=False)
     assert taken(site) == plain.name
+
+
+@pytest.mark.parametrize("is_intact", [True, False])
+def test_a_published_wheel_is_taken_by_default_if_its_hash_is_right(
+    tmp_path, site, monkeypatch, is_intact
+):
+    """Otherwise Horovod is built, as where no wheel fits."""
+    wheel = make_wheel(tmp_path / "wheels")
+    digest = hashlib.sha256(wheel.read_bytes() + b"x" * (not is_intact))
+    lines = f"{wheel.as_uri()}#sha256={digest.hexdigest()}\n"
+    (tmp_path / "wheels.txt").write_text(f"{lines.replace('-cp3', '-cp2')}{lines}")
+    monkeypatch.setattr(recipe, "_PUBLISHED", tmp_path / "wheels.txt")
+    if is_intact:
+        recipe.install_horovod()
+        assert taken(site) == wheel.name
+        assert recipe.find_published("horovod==0.28.1+of.another.choice") == []
+    else:
+        with pytest.raises(RuntimeError, match="cannot be installed here"):
+            recipe.install_horovod()
+        assert not site.exists()
 
 
 @pytest.mark.parametrize("what", ["TensorFlow", "patches", "folder"])

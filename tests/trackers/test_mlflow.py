@@ -3,8 +3,8 @@
 import importlib
 
 import pytest
-from launch import launch
-from needs import needs
+from harness.launching import launch
+from harness.needs import needs
 
 pytestmark = needs("libraries", "mlflow")
 

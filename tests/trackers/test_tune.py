@@ -4,9 +4,9 @@ import ast
 import sys
 
 import pytest
-from launch import PYTHONPATH, launch, write_script
-from needs import needs
-from pages import DOCS, blocks
+from harness.launching import PYTHONPATH, launch, write_script
+from harness.needs import needs
+from harness.pages import DOCS, blocks
 
 pytestmark = needs("libraries", "optuna")
 

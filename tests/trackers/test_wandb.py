@@ -5,8 +5,8 @@ import json
 import struct
 
 import pytest
-from launch import launch
-from needs import needs
+from harness.launching import launch
+from harness.needs import needs
 
 pytestmark = needs("libraries", "wandb")
 

@@ -21,7 +21,7 @@ RANK_CHECKS = ("connect", "alike", "devices", "sums", "training")
 _SIGNS = {"ok": "✔", "failed": "✘", "warning": "!"}
 
 
-def add_check(commands: argparse._SubParsersAction) -> None:
+def add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the commands `check` and `env` to `keras-dist`."""
     check = commands.add_parser(
         "check",

@@ -1,6 +1,5 @@
 """What this environment has to build Horovod with, what is missing, what to choose."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from keras_dist.tools.install.steps import find_pip
 from keras_dist.version import (
     FIRST_TENSORFLOW,
     TENSORFLOW,
@@ -43,7 +43,7 @@ class Facts:
     Args:
         tensorflow: Version of the installed TensorFlow; `None` if there is none.
         distribution: Name of the distribution, one of `version.TENSORFLOWS`.
-        has_pip: Whether this Python has pip.
+        has_pip: Whether this Python has pip, or ensurepip's.
         has_compiler: Whether there is a C++ compiler.
         has_make: Whether there is make.
         has_open_mpi: Whether there is Open MPI, with its compiler wrapper.
@@ -77,7 +77,7 @@ def detect() -> Facts:
     return Facts(
         tensorflow=version,
         distribution=distribution,
-        has_pip=importlib.util.find_spec("pip") is not None,
+        has_pip=find_pip() is not None,
         has_compiler=any(map(shutil.which, compilers)),
         has_make=shutil.which("make") is not None,
         has_open_mpi=bool(mpirun) and "Open MPI" in _read_output("mpirun", "--version"),
@@ -162,10 +162,7 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[str]:
             f"TensorFlow, {TENSORFLOW_RANGE}. Received: {received}. Run: pip install "
             f"'{TENSORFLOW.replace('tensorflow', name)}'",
         ),
-        (
-            facts.has_pip,
-            "pip: apt-get install python3-venv; in one of uv's: uv pip install pip",
-        ),
+        (facts.has_pip, "pip: apt-get install python3-venv"),
         (
             facts.has_compiler,
             "a C++ compiler, what CXX names or else g++: apt-get install g++",

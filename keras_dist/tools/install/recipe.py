@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ from keras_dist.version import parse_version
 _INSTALL = (*PIP, "install")
 _REPLACE = (*_INSTALL, "--force-reinstall", "--no-deps")
 _IMPORTS = "Installing what Horovod imports"
+
+# A line for each wheel that is attached to a release of ours: its address, and its hash
+# as a fragment, which pip compares. `.github/workflows/wheels.yml` prints them.
+_PUBLISHED = Path(__file__).with_name("wheels.txt")
 
 # Run in a new interpreter, with the digest of our patches. The last line of its output
 # describes the Horovod that is imported, of which several may be installed.
@@ -151,9 +156,10 @@ def install_horovod(
             return
     facts, steps = detect(), Steps()
     places = [os.fspath(place) for place in (wheel_dir, find_links) if place]
-    most = choose(facts, mpi=mpi, nccl=nccl, is_build=False)
-    choices = [most, Choice(mpi=bool(mpi), nccl=bool(nccl))]
-    how = take(places, facts, steps, choices) if places else ""
+    choices = [choose(facts, mpi=mpi, nccl=nccl, is_build=False)]
+    if places:  # of a user who may have built less than would work here
+        choices.append(Choice(mpi=bool(mpi), nccl=bool(nccl)))
+    how = take(places, facts, steps, choices)
     if not how:
         if places:
             print(f"No wheel of Horovod in {' or '.join(places)} fits: it is built.")
@@ -180,22 +186,32 @@ def take(
 ) -> str:
     """Install a wheel that fits, by the first choice of which there is one.
 
-    pip knows which wheels are for this Python, processor and C library. The version of
-    ours also has TensorFlow, transports and patches.
+    Without `places` it is a published one. pip knows which wheels are for this Python,
+    processor and C library. The version of ours also has TensorFlow, transports and
+    patches.
 
     Returns:
         What was taken, in words; empty if no wheel fits.
     """
     links = [word for place in places for word in ("--find-links", place)]
-    links += ["--no-index", "--only-binary", ":all:"]  # nothing else, and no source
+    if places:
+        links += ["--no-index", "--only-binary", ":all:"]  # nothing else, no source
     for choice in dict.fromkeys(choices):
         wheel = f"horovod=={HOROVOD}+{local_version(facts.tensorflow, choice)}"
-        if steps.try_to_run(f"Looking for {wheel}", [*_REPLACE, *links, wheel]):
+        words = [*links, wheel] if places else find_published(wheel)
+        if words and steps.try_to_run(f"Looking for {wheel}", [*_REPLACE, *words]):
             imports = [*_INSTALL, *RUNTIME]
             if not steps.try_to_run(_IMPORTS, [*imports, *links]):
                 steps.run(f"{_IMPORTS}, from the index", imports)
             return f"taken as {wheel}"
     return ""
+
+
+def find_published(wheel: str) -> list[str]:
+    """Return the address of a published wheel for this Python, if there is one."""
+    name = wheel.replace("==", "-").replace("+", "%2B")
+    name += f"-cp{sys.version_info[0]}{sys.version_info[1]}-"
+    return [line for line in _PUBLISHED.read_text().splitlines() if name in line][:1]
 
 
 def build_and_install(

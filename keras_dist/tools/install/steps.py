@@ -1,14 +1,33 @@
 """Run the commands of an installation: their log, and their errors."""
 
+import importlib.util
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # -P: do not import from the current folder, in which a file may hide a package.
 PYTHON = (sys.executable, "-P")
-PIP = (*PYTHON, "-m", "pip", "--disable-pip-version-check")
+
+
+def find_pip() -> str | None:
+    """Return the path of pip: the installed one, or ensurepip's, which runs as a file.
+
+    An environment of uv has no pip; `uv pip` neither downloads nor builds wheels.
+    """
+    if (pip := importlib.util.find_spec("pip")) and pip.origin:
+        return str(Path(pip.origin).parent)
+    system = sysconfig.get_config_var("WHEEL_PKG_DIR")  # of Debian and Fedora
+    bundled = Path(sysconfig.get_path("stdlib"), "ensurepip", "_bundled")
+    for folder in filter(None, (system, bundled)):
+        for wheel in Path(folder).glob("pip-*.whl"):
+            return str(wheel / "pip")
+    return None
+
+
+PIP = (*PYTHON, find_pip() or "", "--disable-pip-version-check")
 
 _LAST_LINES = 20
 

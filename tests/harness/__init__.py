@@ -1,0 +1,1 @@
+"""What tests share: launches, hosts, pages; no test is here."""
