@@ -41,7 +41,8 @@ class Group:
 
     Args:
         size: How many they are.
-        launcher: What starts them.
+        launcher: What starts their first part; `keras-dist run` starts the others: it
+            imports no TensorFlow itself.
         transport: As of `KERAS_DIST_TRANSPORT`; "" for Horovod where it is installed.
         parts: A process gets slower with each test, since TensorFlow keeps their
             functions: so many launches share the files.
@@ -140,10 +141,13 @@ class Launch:
     Args:
         items: The tests, in their order.
         group: The ranks.
+        launcher: What starts them.
         folder: An empty folder of its own.
     """
 
-    def __init__(self, items: list[pytest.Item], group: Group, folder: Path) -> None:
+    def __init__(
+        self, items: list[pytest.Item], group: Group, launcher: str, folder: Path
+    ) -> None:
         self.group, self.is_over = group, False
         (folder / "tests").write_text("\n".join(item.nodeid for item in items))
         env = {_FOLDER: str(folder)}
@@ -151,7 +155,7 @@ class Launch:
             env["KERAS_DIST_TRANSPORT"] = group.transport
         files = dict.fromkeys(item.path for item in items)
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command = command_of([*words, *files], group.size, group.launcher)
+        command = command_of([*words, *files], group.size, launcher)
         self._output = folder / "output"
         self._process = start(
             command,
@@ -274,7 +278,9 @@ class Starter:
             assert group is not None
             del waiting[: waiting.index(item)]
             folder = self._config._tmp_path_factory.mktemp("launch")
-            launch = self._launches[lane] = Launch(waiting, group, folder)
+            launcher = group.launcher if lane.endswith(" 0") else "keras-dist"
+            launch = Launch(waiting, group, launcher, folder)
+            self._launches[lane] = launch
         reports, why = launch.wait_for(item.nodeid, item is waiting[-1])
         merged = self._merge(item, reports, why)
         has_failed = any(report.failed for report in merged)
