@@ -103,7 +103,7 @@ hosts: setup
 clusters libraries: %: setup .venv-%/.ready
 	.venv-$@/bin/python -m pytest tests/$@ $(ALSO)
 
-libraries: ALSO := tests/trackers
+libraries: ALSO := tests/trackers tests/ranks/libraries.py
 libraries: WITHOUT_DEPENDENCIES := 'kgcnn>=4,<5' 'tsgm>=0.1,<1'  # they pin others' versions
 clusters: ALSO := tests/trackers/test_tune.py
 

@@ -281,8 +281,7 @@ def flatten_callbacks(callbacks: Any) -> list[Any]:
     """List what the user passed to Keras as `callbacks`."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    found: list[Any] = keras.tree.flatten(callbacks or [])
-    return found
+    return list(keras.tree.flatten(callbacks or []))
 
 
 # The user's callbacks for which `keras.Model.fit` is replaced.

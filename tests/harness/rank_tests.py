@@ -41,18 +41,19 @@ class Group:
 
     Args:
         size: How many they are.
-        launcher: What starts them.
+        launcher: What starts their first part; `keras-dist run` starts the others: it
+            imports no TensorFlow itself.
         transport: As of `KERAS_DIST_TRANSPORT`; "" for Horovod where it is installed.
         parts: A process gets slower with each test, since TensorFlow keeps their
             functions: so many launches share the files.
-        quick: Files that this group runs without LONG_TESTS=1.
+        quick: Files that this group runs without LONG_TESTS=1; `None` for all.
     """
 
     size: int
     launcher: str = "keras-dist"
     transport: str = ""
     parts: int = 1
-    quick: tuple[str, ...] = tuple(FILES)
+    quick: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         """Its name in the id of a test."""
@@ -102,11 +103,12 @@ def group_of(item: pytest.Item) -> Group | None:
 
 def lane_of(nodeid: str) -> str | None:
     """Return the name of the launch that runs a test; `None` if none does."""
-    match = re.search(r"ranks/(test_\w+\.py)::.*?\[(np\w+)", nodeid)
+    match = re.search(r"ranks/(\w+\.py)::.*?\[(np\w+)", nodeid)
     if match is None:
         return None
     group = next(group for group in GROUPS if str(group) == match[2])
-    return f"{group} {FILES.index(match[1]) % group.parts}"
+    number = FILES.index(match[1]) if match[1] in FILES else 0
+    return f"{group} {number % group.parts}"
 
 
 def is_left_out(item: pytest.Item, group: Group) -> bool:
@@ -118,7 +120,7 @@ def is_left_out(item: pytest.Item, group: Group) -> bool:
     """
     marks = {mark.name for mark in item.iter_markers()}
     size, is_long = group.size, "LONG_TESTS" in os.environ
-    if not (is_long or item.path.name in group.quick):
+    if not is_long and group.quick is not None and item.path.name not in group.quick:
         return True
     is_own = group.transport == "tensorflow" or find_spec("horovod") is None
     if is_own and "over_horovod" in marks:
@@ -140,10 +142,13 @@ class Launch:
     Args:
         items: The tests, in their order.
         group: The ranks.
+        launcher: What starts them.
         folder: An empty folder of its own.
     """
 
-    def __init__(self, items: list[pytest.Item], group: Group, folder: Path) -> None:
+    def __init__(
+        self, items: list[pytest.Item], group: Group, launcher: str, folder: Path
+    ) -> None:
         self.group, self.is_over = group, False
         (folder / "tests").write_text("\n".join(item.nodeid for item in items))
         env = {_FOLDER: str(folder)}
@@ -151,7 +156,7 @@ class Launch:
             env["KERAS_DIST_TRANSPORT"] = group.transport
         files = dict.fromkeys(item.path for item in items)
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command = command_of([*words, *files], group.size, group.launcher)
+        command = command_of([*words, *files], group.size, launcher)
         self._output = folder / "output"
         self._process = start(
             command,
@@ -178,7 +183,7 @@ class Launch:
         while True:
             has_ended = self._process.poll() is not None
             self._read()
-            reports = self._reports.get(nodeid, [[] for _ in self._files])
+            reports = self._reports.setdefault(nodeid, [[] for _ in self._files])
             has_failed = any(each["outcome"] == "failed" for r in reports for each in r)
             if has_failed or has_ended or all(map(_is_complete, reports)):
                 break
@@ -220,9 +225,8 @@ class Launch:
             self._lines[rank] = lines.pop()
             for line in lines:
                 report = json.loads(line)
-                reports = [[] for _ in self._readers]
-                reports = self._reports.setdefault(report["nodeid"], reports)
-                reports[rank].append(report)
+                empty: list[list[dict]] = [[] for _ in self._readers]
+                self._reports.setdefault(report["nodeid"], empty)[rank].append(report)
                 self._last = time.monotonic()
 
 
@@ -274,7 +278,9 @@ class Starter:
             assert group is not None
             del waiting[: waiting.index(item)]
             folder = self._config._tmp_path_factory.mktemp("launch")
-            launch = self._launches[lane] = Launch(waiting, group, folder)
+            launcher = group.launcher if lane.endswith(" 0") else "keras-dist"
+            launch = Launch(waiting, group, launcher, folder)
+            self._launches[lane] = launch
         reports, why = launch.wait_for(item.nodeid, item is waiting[-1])
         merged = self._merge(item, reports, why)
         has_failed = any(report.failed for report in merged)

@@ -1,24 +1,12 @@
-"""Models of KerasHub, KerasRS and `keras.applications` equal one process; pages run."""
+"""Pages on KerasHub, KerasRS and `keras.applications` run."""
 
 import os
-import sys
 
-import pytest
 from harness.launching import ROOT, launch
 from harness.needs import LIBRARIES, needs
 from harness.pages import ALONE, blocks, named
 
 pytestmark = needs("libraries", *LIBRARIES)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_models_equal_one_process(ranks):
-    """Each model of `tests/harness/library_ways/`, on two or on three ranks.
-
-    `LONG_TESTS=1 make libraries` trains each on both.
-    """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "tests/ranks/libraries.py"]
-    launch(command, ranks=ranks, timeout=1800, check=True)
 
 
 def test_the_script_of_each_page_runs_on_two_ranks(tmp_path):

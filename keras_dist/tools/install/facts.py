@@ -163,10 +163,7 @@ def find_missing(facts: Facts, *, mpi: bool, nccl: bool) -> list[str]:
             f"'{TENSORFLOW.replace('tensorflow', name)}'",
         ),
         (facts.has_pip, "pip: apt-get install python3-venv"),
-        (
-            facts.has_compiler,
-            "a C++ compiler, what CXX names or else g++: apt-get install g++",
-        ),
+        (facts.has_compiler, "a C++ compiler, CXX or g++: apt-get install g++"),
         (facts.has_make, "make: apt-get install make"),
         (
             facts.has_open_mpi or not mpi,

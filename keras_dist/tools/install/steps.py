@@ -19,12 +19,9 @@ def find_pip() -> str | None:
     """
     if (pip := importlib.util.find_spec("pip")) and pip.origin:
         return str(Path(pip.origin).parent)
-    system = sysconfig.get_config_var("WHEEL_PKG_DIR")  # of Debian and Fedora
     bundled = Path(sysconfig.get_path("stdlib"), "ensurepip", "_bundled")
-    for folder in filter(None, (system, bundled)):
-        for wheel in Path(folder).glob("pip-*.whl"):
-            return str(wheel / "pip")
-    return None
+    folder = sysconfig.get_config_var("WHEEL_PKG_DIR") or bundled  # Debian's, Fedora's
+    return next((f"{wheel}/pip" for wheel in Path(folder).glob("pip-*.whl")), None)
 
 
 PIP = (*PYTHON, find_pip() or "", "--disable-pip-version-check")
