@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from start import ROOT, measure, read_measured
+from start import ROOT, keras_dist_run, measure, read_measured
 
 STACKS = Path(__file__).parent / "stacks"
 ENVIRONMENTS = ROOT / ".bench"
@@ -73,8 +73,12 @@ COSTS = {
 COSTS_OPTIONS = ["--scale", "0.2", "--models", "mlp"]
 
 
-def make_environments() -> None:
-    """Install what the peers need and keras_dist does not, if it is missing."""
+def make_environments(*names: str) -> None:
+    """Install what the peers need and keras_dist does not, if it is missing.
+
+    Args:
+        *names: Folders of .bench/; all of them by default.
+    """
     version = ".".join(metadata.version("tensorflow").split(".")[:2])
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     for folder, packages in {
@@ -84,7 +88,7 @@ def make_environments() -> None:
         "torch": ["torch==2.13.0", "numpy", "keras-nightly==3.16.0.dev2026102704"],
     }.items():
         target = ENVIRONMENTS / folder
-        if not target.is_dir():
+        if not target.is_dir() and folder in (names or [folder]):
             print(f"installing {' '.join(packages)} in {target}", flush=True)
             subprocess.run([*pip, "--target", str(target), *packages], check=True)
 
@@ -115,6 +119,8 @@ def run(stack: Stack, options: list[str]) -> dict[tuple[str, str], list[dict]]:
     if stack.launcher == "horovodrun":
         horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "--gloo"]
         commands = [([*horovodrun, "-np", str(ranks), *command], env)]
+    elif stack.launcher == "keras-dist":
+        commands = [([*keras_dist_run(ranks), *command], env)]
     else:
         own = _variables_of_ranks(stack, ranks)
         commands = [(command, {**env, **variables}) for variables in own]
