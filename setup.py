@@ -18,10 +18,10 @@ def with_full_links(text: str, home: str) -> str:
     """
 
     def full(match: re.Match[str]) -> str:
-        kind = "raw" if match[1] else "blob"
-        return f"{match[1]}[{match[2]}]({home}/{kind}/main/{match[3]})"
+        kind = "raw" if match[2].endswith((".png", ".svg")) else "blob"
+        return f"{match[1]}{home}/{kind}/main/{match[2]}"
 
-    return re.sub(r"(!?)\[([^]]*)\]\((?!https://)([^)]+)\)", full, text)
+    return re.sub(r"""(\]\(|(?:src|srcset)=")(?!https://)([^)"]+)""", full, text)
 
 
 def readme() -> str:
