@@ -41,7 +41,7 @@ edit. Keras {keras}, TensorFlow {tensorflow}, Horovod {horovod}, PyTorch {torch}
 
 **On 2 to 8 ranks, no validation loss of keras_dist is further than {largest:.2g} from
 that of plain Keras, and {float64:.2g} in float64. With PyTorch DDP it moves by up to
-{ddp:.2g}, and the ranks of Horovod's optimizer on Keras 3 are up to {horovod_gap:.1g}
+{ddp:.2g}, and the ranks of Horovod's optimizer on Keras 3 are up to {horovod_gap:.2g}
 apart.**
 
 ```{{image}} curve-light.svg

@@ -74,11 +74,11 @@ class StreamReader:
         while True:
             try:
                 own = self._next(batches)
+                rows = int(own[1].rows) if own else _END if last else _EMPTY
+                counted = self._count_rows(rows)
             except Exception as error:  # TensorFlow will wrap it
                 self.failure = error
                 raise
-            rows = int(own[1].rows) if own else _END if last else _EMPTY
-            counted = self._count_rows(rows)
             if counted is None:
                 return
             last = own or last
@@ -102,12 +102,11 @@ class StreamReader:
         everyone = [rows] if self._gather is None else self._gather(rows)
         if self._gather is not None and _EMPTY in everyone:
             ranks = [rank for rank, other in enumerate(everyone) if other != _EMPTY]
-            self.failure = ValueError(
+            raise ValueError(
                 "Each rank needs at least one row. Received: data of type "
                 f"{self._source.type_name} with batches on ranks {ranks} of "
                 f"{len(everyone)} alone. Pass more data, or run on fewer ranks."
             )
-            raise self.failure
         if max(everyone) < 0:
             return None
         counts = [max(0, count) for count in everyone]
