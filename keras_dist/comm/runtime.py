@@ -101,20 +101,15 @@ def _connect(place: Place, choice: str) -> Transport:
     check_not_elastic()
     if _runtime.failure is not None:
         raise _runtime.failure
+    transport = horovod_transport if choice == HOROVOD else tensorflow_transport
     try:
         if place.address:
             meet(place)
-        if choice == HOROVOD:
-            compare_transports(place, choice)
-        else:
-            _runtime.link = tensorflow_transport.connect(place, world_at(find_place()))
+            _mark_process()
+        _runtime.link = transport.connect(place, world_at(find_place()))
     except RuntimeError as error:
         _runtime.failure = error
         raise
-    _mark_process()
-    if choice == HOROVOD:
-        _runtime.link = horovod_transport.connect(place.launcher, world_at(place))
-    assert _runtime.link is not None
     return _runtime.link
 
 
@@ -160,11 +155,10 @@ def start() -> World:
         place = find_place()
         if place is None:
             check_not_stranded()
-            _runtime.world = World()
-        elif (
-            is_rank_child()
-            or place.size == 1
-            and _choose_transport(place) == TENSORFLOW
+        if (
+            place is None
+            or is_rank_child()
+            or (place.size == 1 and _choose_transport(place) == TENSORFLOW)
         ):
             _runtime.world = world_at(place)
         else:
