@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_dist import private
 from keras_dist.comm.world import World
-from keras_dist.launch.monitor import end_note, record
+from keras_dist.launch.monitor import record, watchdog
 from keras_dist.launch.monitor.rank_process import ENDED
 
 # What users choose a transport by, and its values.
@@ -139,7 +139,7 @@ def explain_errors() -> Iterator[None]:
     except (tf.errors.UnknownError, tf.errors.UnavailableError) as error:
         if not any(text in str(error) for text in ENDED):
             raise
-        raise RuntimeError(end_note.describe_ended_rank()) from None
+        raise RuntimeError(watchdog.describe_ended_rank()) from None
     except RuntimeError as error:  # Ctrl-C came as TensorFlow made its own error
         if "REPLACED BY KeyboardInterrupt" not in str(error):
             raise
