@@ -74,12 +74,14 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
         for index, variable in enumerate(variables)
         if id(variable) in own
     }
-    always = {n: v for n, v in values.items() if id(variables[int(n)]) in sums}
-    differing = _keep_differing(values | callbacks)
+    digests = {name: digest(value) for name, value in (values | callbacks).items()}
+    first = comm.broadcast(digests)
+    kept = {name for name, found in digests.items() if found != first.get(name)}
+    kept |= {str(n) for n, variable in enumerate(variables) if id(variable) in sums}
     rows = session.rows_trained
     state = {
-        "variables": {n: v for n, v in differing.items() if n in values} | always,
-        "callbacks": {n: v for n, v in differing.items() if n in callbacks},
+        "variables": {name: v for name, v in values.items() if name in kept},
+        "callbacks": {name: v for name, v in callbacks.items() if name in kept},
         "random": to_json(random_state(session.traced.noise)),
         "metrics": [
             [comm.to_array(variable) for variable in part.variables]
@@ -92,13 +94,6 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
         else [0, rows, 0],
     }
     return comm.gather(state)
-
-
-def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that differ from the first rank's; all ranks call this."""
-    digests = {name: digest(value) for name, value in values.items()}
-    first = comm.broadcast(digests)
-    return {n: v for n, v in values.items() if digests[n] != first.get(n)}
 
 
 def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
@@ -131,18 +126,6 @@ def restore_first(
         variable.assign(value)
     if starts is not None:
         _merge_ranks(model, variables, ranks, starts)
-
-
-def restore_rank(model: Any, own: dict[str, Any]) -> None:
-    """Restore the own state of this rank; the number of ranks must be the same.
-
-    Args:
-        model: The model.
-        own: The saved `gather_ranks` of this rank.
-    """
-    variables = state_variables(model)
-    for index, value in own["variables"].items():
-        variables[int(index)].assign(value)
 
 
 def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
@@ -252,8 +235,14 @@ class CallbackStates:
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore the states that `collect` returned, read from a file."""
         for key, callback in self._callbacks.items():
-            if key in saved:
-                _restore(callback, copy.deepcopy(saved[key]))
+            if key not in saved:
+                continue
+            state = copy.deepcopy(saved[key])
+            if "state_dict" in state and _has_state_dict(callback):
+                callback.load_state_dict(state["state_dict"])
+            for name, value in (changed := state.get("changed", {})).items():
+                setattr(callback, name, value)
+            _trained_names(callback).update(changed)
 
     def collect(self) -> dict[str, Any]:
         """Return the states of callbacks by class name and number, as JSON."""
@@ -315,15 +304,6 @@ def _trained_names(callback: Any) -> set[str]:
     """
     names: set[str] = vars(callback).setdefault(_TRAINED, set())
     return names
-
-
-def _restore(callback: Any, state: Any) -> None:
-    if "state_dict" in state and _has_state_dict(callback):
-        callback.load_state_dict(state["state_dict"])
-    changed = state.get("changed", {})
-    for name, value in changed.items():
-        setattr(callback, name, value)
-    _trained_names(callback).update(changed)
 
 
 def random_state(noise: StepNoise | None = None) -> dict[str, Any]:
