@@ -220,15 +220,6 @@ def _batch_scheduling() -> Iterator[None]:
             os.sched_setscheduler(0, before, os.sched_param(0))
 
 
-def is_usable() -> bool:
-    """Return True if Horovod is installed, for the TensorFlow that is here."""
-    try:
-        importlib.import_module("horovod.tensorflow")
-    except Exception:  # of its library, of another TensorFlow, of its own checks
-        return False
-    return True
-
-
 def library() -> ModuleType:
     """Horovod's module, also where nothing connects this process to others.
 
@@ -237,7 +228,7 @@ def library() -> ModuleType:
     """
     try:
         return importlib.import_module("horovod.tensorflow")
-    except Exception as error:
+    except Exception as error:  # of its library, of another TensorFlow, of its checks
         raise RuntimeError(
             "Horovod cannot be used here. "
             f"Received: {type(error).__name__}: {error}. Run `{INSTALL}`."

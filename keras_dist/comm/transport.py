@@ -84,21 +84,6 @@ class Transport(ABC):
         """End the connection to the other ranks, for good."""
 
 
-def read_choice() -> str:
-    """Return the transport that the user has chosen; empty for none.
-
-    Raises:
-        ValueError: If the variable names no transport.
-    """
-    choice = os.environ.get(VARIABLE, "")
-    if choice not in ("", HOROVOD, TENSORFLOW):
-        raise ValueError(
-            f"{VARIABLE} must be {HOROVOD} or {TENSORFLOW}. Received: "
-            f"{VARIABLE}={choice}. Without it, Horovod is used where it is installed."
-        )
-    return choice
-
-
 def forget_in_child(leave: Callable[[], None]) -> None:
     """Let forked processes, which have no threads of a transport, not wait for them.
 
