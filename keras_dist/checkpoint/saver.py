@@ -277,13 +277,15 @@ class Saver(keras.callbacks.Callback):
         with on_first_rank(self._resume.folder.path) as is_first:
             if is_first and saved is not None:
                 states.check_fits(self.model, saved.model)
-                statistics = self._states.find(saved.callbacks, AverageStatistics)
-                starts: Any = [] if statistics is None else statistics["before"]
-                if len(saved.ranks) == comm.size():
-                    starts = None
+                variables = state_variables(self.model)
                 # A callback may have set the rates.
                 with preserve_variables(self._rates):
-                    states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+                    for variable, value in zip(variables, saved.arrays, strict=True):
+                        variable.assign(value)
+                    if len(saved.ranks) != comm.size():
+                        found = self._states.find(saved.callbacks, AverageStatistics)
+                        starts = [] if found is None else found["before"]
+                        states.merge_ranks(self.model, saved.ranks, starts)
                 saved.arrays.clear()
 
     def restore_own(self) -> None:

@@ -109,25 +109,6 @@ def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
     return variables
 
 
-def restore_first(
-    model: Any, arrays: Sequence[np.ndarray], ranks: Sequence[Any], starts: Any
-) -> None:
-    """Restore the state of the first rank, which is then broadcast to the others.
-
-    Args:
-        model: The model.
-        arrays: Weights and optimizer state of the first rank.
-        ranks: The saved `gather_ranks` of each rank.
-        starts: If the ranks are merged, since their number is another one, the values
-            of summed variables when they were last synchronized.
-    """
-    variables = state_variables(model)
-    for variable, value in zip(variables, arrays, strict=True):
-        variable.assign(value)
-    if starts is not None:
-        _merge_ranks(model, variables, ranks, starts)
-
-
 def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     """Restore the metrics of the epoch so far.
 
@@ -163,11 +144,15 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     session.restore_rows(trained, [max(steps), seen, last[0]])
 
 
-def _merge_ranks(
-    model: Any, variables: Sequence[Any], ranks: Sequence[Any], starts: Any
-) -> None:
-    """Merge, on the first rank, the variables that differ between the ranks."""
-    by_rule = variables_by_rule(model)
+def merge_ranks(model: Any, ranks: Sequence[Any], starts: Sequence[Any]) -> None:
+    """Merge, on the first rank, the variables that differ between the ranks.
+
+    Args:
+        model: The model, with the state of the first rank.
+        ranks: The saved `gather_ranks` of each rank.
+        starts: Values of summed variables when they were last synchronized.
+    """
+    by_rule, variables = variables_by_rule(model), state_variables(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
     accumulated = {id(accumulator) for accumulator in pending_sums(model)}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
