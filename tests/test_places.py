@@ -89,6 +89,10 @@ PLACES = [
         FLUX | {"FLUX_JOB_NNODES": "1", "KERAS_DIST_RDZV": ""},
         Place("flux run", 2, 3, 0, 3, "127.0.0.1", 25_380),
     ),
+    (
+        FLUX | {"FLUX_JOB_NNODES": "1", "FLUX_TASK_LOCAL_ID": "2"},
+        Place("flux run", 2, 3, 2, 3, "n1", 29400),
+    ),
     (TORCHRUN, Place("torchrun", 3, 4, 1, 2, "a", 29401)),
     (tf_config(index=1), Place("TF_CONFIG", 1, 3, 1, 2, "10.0.0.1", 4001)),
     (tf_config(index=2), Place("TF_CONFIG", 2, 3, 0, 1, "10.0.0.2", 4001)),

@@ -20,6 +20,7 @@ from keras_dist.launch.time_limits import TimeLimits
 
 _NAME = re.compile(r"checkpoint-(\d{8,})\.keras_dist")
 _PART = ".checkpoint.part"  # the file that is being written
+KEPT = 2  # older checkpoints are removed
 
 # Of a file system without locks, or whose server cannot keep them.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -43,12 +44,10 @@ class Folder:
 
     Args:
         path: Path of the folder. `lock` makes it.
-        keep: Number of checkpoints to keep; older ones are removed.
         number: Number of the checkpoint that was read or written last.
     """
 
     path: str
-    keep: int = 2
     number: int = field(default=0, init=False)
 
     @contextlib.contextmanager
@@ -136,7 +135,7 @@ class Folder:
         return None, damaged
 
     def write(self, value: Any) -> str:
-        """Write a checkpoint, and then remove those older than the last `keep`.
+        """Write a checkpoint, and then remove those older than the last two.
 
         It is a file of `numpy.savez`, and a last line with its checksum.
 
@@ -172,7 +171,7 @@ class Folder:
         os.close(descriptor)
         self.number = number
         numbers = self.numbers()
-        last = sorted(n for n in numbers if n <= number)[-self.keep :]
+        last = sorted(n for n in numbers if n <= number)[-KEPT:]
         for other in set(numbers) - set(last):
             with contextlib.suppress(OSError):
                 os.remove(self.file(other))

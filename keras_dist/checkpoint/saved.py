@@ -56,8 +56,8 @@ class Saved:
 
     def tree(self) -> dict[str, Any]:
         """Return the content as a tree for a checkpoint file."""
-        own = {**vars(self), "position": asdict(self.position)}
-        return {"keras_dist": __version__, **own}
+        position = asdict(self.position)
+        return {"keras_dist": __version__, **vars(self), "position": position}
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "Saved":
@@ -101,8 +101,8 @@ def open_checkpoints(options: Options, context: ReadContext) -> Iterator[Resume 
             training does so, or if a rank does not see what the first one writes.
     """
     names = ("resume", "save_steps", "save_seconds")
-    facts = {f"`{name}`": getattr(options, name) for name in names}
-    comm.agree({name: str(value) for name, value in facts.items()}, advice=_ADVICE)
+    facts = {f"`{name}`": str(getattr(options, name)) for name in names}
+    comm.agree(facts, advice=_ADVICE)
     if options.resume is None:
         yield None
         return

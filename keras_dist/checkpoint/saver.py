@@ -277,13 +277,15 @@ class Saver(keras.callbacks.Callback):
         with on_first_rank(self._resume.folder.path) as is_first:
             if is_first and saved is not None:
                 states.check_fits(self.model, saved.model)
-                statistics = self._states.find(saved.callbacks, AverageStatistics)
-                starts: Any = [] if statistics is None else statistics["before"]
-                if len(saved.ranks) == comm.size():
-                    starts = None
+                variables = state_variables(self.model)
                 # A callback may have set the rates.
                 with preserve_variables(self._rates):
-                    states.restore_first(self.model, saved.arrays, saved.ranks, starts)
+                    for variable, value in zip(variables, saved.arrays, strict=True):
+                        variable.assign(value)
+                    if len(saved.ranks) != comm.size():
+                        found = self._states.find(saved.callbacks, AverageStatistics)
+                        starts = [] if found is None else found["before"]
+                        states.merge_ranks(self.model, saved.ranks, starts)
                 saved.arrays.clear()
 
     def restore_own(self) -> None:
@@ -295,7 +297,9 @@ class Saver(keras.callbacks.Callback):
         if saved is None:
             return
         if len(saved.ranks) == comm.size():
-            states.restore_rank(self.model, saved.ranks[comm.rank()])
+            variables = state_variables(self.model)
+            for index, value in saved.ranks[comm.rank()]["variables"].items():
+                variables[int(index)].assign(value)
         if saved.position.step:
             states.restore_metrics(self.model, saved.ranks)
             self._restore_random(saved)
@@ -361,7 +365,13 @@ def saving(resume: Resume | None, setup: FitSetup) -> Iterator[dict[str, Any]]:
     arguments, saved = dict(setup.arguments), resume.saved
     if saved is not None:
         arguments["initial_epoch"] = _first_epoch(saved, setup)
-        _print_position(resume.folder.path, saved.position, setup)
+        if comm.rank() == 0 and arguments["verbose"] != 0:
+            division, rows = setup.decided.feed.division, ""
+            if saved.position.step and division is not None:
+                begin, total, unit = division.begin, division.total, division.unit
+                rows = f", after {begin:,} of {total:,} {unit}"
+            epoch, path = saved.position.epoch + 1, resume.folder.path
+            say(f"resumed in epoch {epoch}{rows}, from {path}")
         for callback in setup.callbacks:
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True
@@ -396,13 +406,3 @@ def _first_epoch(saved: Saved, setup: FitSetup) -> int:
             "of an epoch. Pass the same data as before, or an empty folder."
         )
     return epoch if division is None else division.epoch
-
-
-def _print_position(path: str, position: DataPosition, setup: FitSetup) -> None:
-    """Print on the first rank where the training is resumed."""
-    division = setup.decided.feed.division
-    if comm.rank() == 0 and setup.arguments["verbose"] != 0:
-        rows = ""
-        if position.step and division is not None:
-            rows = f", after {division.begin:,} of {division.total:,} {division.unit}"
-        say(f"resumed in epoch {position.epoch + 1}{rows}, from {path}")

@@ -74,12 +74,14 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
         for index, variable in enumerate(variables)
         if id(variable) in own
     }
-    always = {n: v for n, v in values.items() if id(variables[int(n)]) in sums}
-    differing = _keep_differing(values | callbacks)
+    digests = {name: digest(value) for name, value in (values | callbacks).items()}
+    first = comm.broadcast(digests)
+    kept = {name for name, found in digests.items() if found != first.get(name)}
+    kept |= {str(n) for n, variable in enumerate(variables) if id(variable) in sums}
     rows = session.rows_trained
     state = {
-        "variables": {n: v for n, v in differing.items() if n in values} | always,
-        "callbacks": {n: v for n, v in differing.items() if n in callbacks},
+        "variables": {name: v for name, v in values.items() if name in kept},
+        "callbacks": {name: v for name, v in callbacks.items() if name in kept},
         "random": to_json(random_state(session.traced.noise)),
         "metrics": [
             [comm.to_array(variable) for variable in part.variables]
@@ -94,13 +96,6 @@ def gather_ranks(model: Any, callbacks: dict[str, Any]) -> list[Any]:
     return comm.gather(state)
 
 
-def _keep_differing(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that differ from the first rank's; all ranks call this."""
-    digests = {name: digest(value) for name, value in values.items()}
-    first = comm.broadcast(digests)
-    return {n: v for n, v in values.items() if digests[n] != first.get(n)}
-
-
 def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
     """Set the saved rates of a model, perhaps not built; return the variables.
 
@@ -112,37 +107,6 @@ def set_rates(model: Any, rates: Sequence[Any]) -> list[Any]:
             variables.append(private.rate_of(leaf))
             variables[-1].assign(progress["rate"])
     return variables
-
-
-def restore_first(
-    model: Any, arrays: Sequence[np.ndarray], ranks: Sequence[Any], starts: Any
-) -> None:
-    """Restore the state of the first rank, which is then broadcast to the others.
-
-    Args:
-        model: The model.
-        arrays: Weights and optimizer state of the first rank.
-        ranks: The saved `gather_ranks` of each rank.
-        starts: If the ranks are merged, since their number is another one, the values
-            of summed variables when they were last synchronized.
-    """
-    variables = state_variables(model)
-    for variable, value in zip(variables, arrays, strict=True):
-        variable.assign(value)
-    if starts is not None:
-        _merge_ranks(model, variables, ranks, starts)
-
-
-def restore_rank(model: Any, own: dict[str, Any]) -> None:
-    """Restore the own state of this rank; the number of ranks must be the same.
-
-    Args:
-        model: The model.
-        own: The saved `gather_ranks` of this rank.
-    """
-    variables = state_variables(model)
-    for index, value in own["variables"].items():
-        variables[int(index)].assign(value)
 
 
 def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
@@ -180,11 +144,15 @@ def restore_metrics(model: Any, ranks: Sequence[Any]) -> None:
     session.restore_rows(trained, [max(steps), seen, last[0]])
 
 
-def _merge_ranks(
-    model: Any, variables: Sequence[Any], ranks: Sequence[Any], starts: Any
-) -> None:
-    """Merge, on the first rank, the variables that differ between the ranks."""
-    by_rule = variables_by_rule(model)
+def merge_ranks(model: Any, ranks: Sequence[Any], starts: Sequence[Any]) -> None:
+    """Merge, on the first rank, the variables that differ between the ranks.
+
+    Args:
+        model: The model, with the state of the first rank.
+        ranks: The saved `gather_ranks` of each rank.
+        starts: Values of summed variables when they were last synchronized.
+    """
+    by_rule, variables = variables_by_rule(model), state_variables(model)
     rule_by_id = {id(v): rule for rule, those in by_rule.items() for v in those}
     accumulated = {id(accumulator) for accumulator in pending_sums(model)}
     start_of = dict(zip(map(id, by_rule["sum"]), starts, strict=False))
@@ -252,8 +220,14 @@ class CallbackStates:
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore the states that `collect` returned, read from a file."""
         for key, callback in self._callbacks.items():
-            if key in saved:
-                _restore(callback, copy.deepcopy(saved[key]))
+            if key not in saved:
+                continue
+            state = copy.deepcopy(saved[key])
+            if "state_dict" in state and _has_state_dict(callback):
+                callback.load_state_dict(state["state_dict"])
+            for name, value in (changed := state.get("changed", {})).items():
+                setattr(callback, name, value)
+            _trained_names(callback).update(changed)
 
     def collect(self) -> dict[str, Any]:
         """Return the states of callbacks by class name and number, as JSON."""
@@ -315,15 +289,6 @@ def _trained_names(callback: Any) -> set[str]:
     """
     names: set[str] = vars(callback).setdefault(_TRAINED, set())
     return names
-
-
-def _restore(callback: Any, state: Any) -> None:
-    if "state_dict" in state and _has_state_dict(callback):
-        callback.load_state_dict(state["state_dict"])
-    changed = state.get("changed", {})
-    for name, value in changed.items():
-        setattr(callback, name, value)
-    _trained_names(callback).update(changed)
 
 
 def random_state(noise: StepNoise | None = None) -> dict[str, Any]:

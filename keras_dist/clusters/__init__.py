@@ -2,7 +2,7 @@
 
 A class answers from the environment alone; none of them starts anything. To support
 another launcher, write such a class, and name it in the entry points of a package, in
-the group `keras_dist.clusters`; or here, in a file of its own, in `CLUSTERS`.
+the group `keras_dist.clusters`; or here, in `CLUSTERS`.
 """
 
 import functools
@@ -12,10 +12,15 @@ from importlib.metadata import entry_points
 
 from keras_dist.clusters.by_mpi4py import Mpi4py
 from keras_dist.clusters.cluster import Cluster, Place
-from keras_dist.clusters.flux import Flux
-from keras_dist.clusters.kubernetes import IndexedJob
-from keras_dist.clusters.numbered import HorovodVariables, Mpich, OpenMpi, Torchrun
-from keras_dist.clusters.pals import Pals
+from keras_dist.clusters.numbered import (
+    Flux,
+    HorovodVariables,
+    IndexedJob,
+    Mpich,
+    OpenMpi,
+    Pals,
+    Torchrun,
+)
 from keras_dist.clusters.slurm import Slurm
 from keras_dist.clusters.tf_config import TfConfig
 
@@ -60,7 +65,15 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
         return None
     if horovod.is_here(environ):
         return horovod.place(environ)
-    found = [each for each in _list_clusters(choice) if each.is_here(environ)]
+    every = [*CLUSTERS, *_load_plugins()]
+    if choice and choice not in {each.key for each in every}:
+        keys = ", ".join(dict.fromkeys(each.key for each in every))
+        raise ValueError(
+            f"{VARIABLE} names no launcher. Received: {VARIABLE}={choice}. Use one of "
+            f"{keys}; or {NONE} for a process that is no rank."
+        )
+    chosen = [each for each in every if choice in ("", each.key)]
+    found = [each for each in chosen if each.is_here(environ)]
     if len(found) > 1 and Slurm.has_one_task_per_node(environ):
         # Such a step starts the daemons of other launchers.
         found = [cluster for cluster in found if cluster.name != Slurm.name]
@@ -76,23 +89,6 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
             f"choose: {VARIABLE}={found[0].key}, or {found[1].key}."
         )
     return first
-
-
-def _list_clusters(choice: str) -> list[Cluster]:
-    """List the clusters that may be here: all, or those that the user has chosen."""
-    if not choice:
-        return [*CLUSTERS, *_load_plugins()]
-    every = CLUSTERS
-    if choice not in {each.key for each in every}:
-        every = [*CLUSTERS, *_load_plugins()]
-    chosen = [each for each in every if each.key == choice]
-    if not chosen:
-        keys = ", ".join(dict.fromkeys(each.key for each in every))
-        raise ValueError(
-            f"{VARIABLE} names no launcher. Received: {VARIABLE}={choice}. Use one of "
-            f"{keys}; or {NONE} for a process that is no rank."
-        )
-    return chosen
 
 
 @functools.cache

@@ -44,11 +44,7 @@ def _ask() -> list[Any]:
     """Return rank, size, local rank, local size, and where rank 0 serves a meeting."""
     world = _world()
     host = world.Split_type(importlib.import_module("mpi4py.MPI").COMM_TYPE_SHARED)
-    meeting = world.bcast(_reserve() if world.rank == 0 else None)
-    return [world.rank, world.size, host.rank, host.size, *meeting]
-
-
-def _reserve() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return socket.gethostname(), probe.getsockname()[1]
+        own = socket.gethostname(), probe.getsockname()[1]
+    return [world.rank, world.size, host.rank, host.size, *world.bcast(own)]

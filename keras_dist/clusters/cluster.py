@@ -3,8 +3,8 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 # Where rank 0 is to serve a meeting, under a launcher that does not say it.
 MEETING = "KERAS_DIST_RDZV"
@@ -98,8 +98,9 @@ def read_number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     return int(read_text(environ, name, launcher, r"\d+"))
 
 
-def read_meeting(environ: Mapping[str, str], launcher: str) -> dict[str, Any]:
-    """Return the address and the port in `KERAS_DIST_RDZV`, for a `Place`."""
-    meeting = read_text(environ, MEETING, launcher, r"[^:]+:\d+")
+def add_meeting(place: Place, environ: Mapping[str, str]) -> Place:
+    """Return a place with the address and the port in `KERAS_DIST_RDZV`."""
+    meeting = read_text(environ, MEETING, place.launcher, r"[^:]+:\d+")
     address, _, port = meeting.partition(":")
-    return {"address": address, "port": int(port)}
+    variables = (*place.variables, MEETING)
+    return replace(place, address=address, port=int(port), variables=variables)

@@ -1,18 +1,22 @@
-"""Launchers with a variable for each number of a rank: Horovod, MPI and torchrun."""
+"""Launchers with a variable for each number of a rank."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from keras_dist.clusters.cluster import (
     MEETING,
     Cluster,
     Place,
-    read_meeting,
+    add_meeting,
     read_number,
     read_text,
 )
 from keras_dist.clusters.slurm import NUMBERS
+
+# Of a `Place`.
+_NUMBERS = "rank", "size", "local_rank", "local_size"
 
 
 class NumberVariables(Cluster):
@@ -26,15 +30,12 @@ class NumberVariables(Cluster):
         return rank in environ and environ.get(size) != "1"
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        rank, size, local_rank, local_size = self.variables
-        return Place(
-            launcher=self.name,
-            rank=read_number(environ, rank, self.name),
-            size=read_number(environ, size, self.name),
-            local_rank=read_number({local_rank: "0", **environ}, local_rank, self.name),
-            local_size=read_number({local_size: "1", **environ}, local_size, self.name),
-            variables=self.variables,
-        )
+        defaults = dict(zip(self.variables[2:], ("0", "1"), strict=False))
+        numbers: dict[str, Any] = {
+            field: read_number({**defaults, **environ}, name, self.name)
+            for field, name in zip(_NUMBERS, self.variables, strict=False)
+        }
+        return Place(self.name, **numbers, variables=self.variables)
 
 
 class HorovodVariables(NumberVariables):
@@ -63,9 +64,7 @@ class MpiVariables(NumberVariables):
 
     def place(self, environ: Mapping[str, str]) -> Place:
         place = super().place(environ)
-        if not environ.get(MEETING):
-            return place
-        return replace(place, **read_meeting(environ, self.name))
+        return add_meeting(place, environ) if environ.get(MEETING) else place
 
 
 class OpenMpi(MpiVariables):
@@ -101,6 +100,44 @@ class Mpich(MpiVariables):
         return super().is_here(environ) and (is_mpi or not is_other)
 
 
+class Pals(MpiVariables):
+    """`mpiexec` of Cray PALS (ALCF, and other machines of HPE with PBS)."""
+
+    name: ClassVar[str] = "mpiexec (Cray PALS)"
+    key: ClassVar[str] = "pals"
+    variables = ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+
+
+class Flux(NumberVariables):
+    """`flux run -n 4 python script.py`; on several nodes, with `KERAS_DIST_RDZV`.
+
+    The job has an identifier in digits and letters, from which the port follows.
+    """
+
+    name: ClassVar[str] = "flux run"
+    key: ClassVar[str] = "flux"
+    variables = (
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        "FLUX_TASK_LOCAL_ID",
+        "FLUX_JOB_NNODES",
+    )
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        names = self.variables
+        numbers = (read_number(environ, name, self.name) for name in names)
+        rank, size, local_rank, nodes = numbers
+        # The first nodes have one more, if the tasks are not divided evenly.
+        each, more = divmod(size, nodes)
+        local_size = each + (rank < more * (each + 1))
+        place = Place(self.name, rank, size, local_rank, local_size, variables=names)
+        if nodes > 1 or environ.get(MEETING):
+            return add_meeting(place, environ)
+        job = environ.get("FLUX_JOB_ID", "")
+        port = 20_000 + zlib.crc32(job.encode()) % 10_000
+        return replace(place, address="127.0.0.1", port=port)
+
+
 class Torchrun(NumberVariables):
     """`torchrun --nproc-per-node 2 script.py`, whose own store has MASTER_PORT."""
 
@@ -120,3 +157,20 @@ class Torchrun(NumberVariables):
             port=read_number(environ, "MASTER_PORT", self.name) + 1,
             variables=(*self.variables, "MASTER_ADDR", "MASTER_PORT"),
         )
+
+
+class IndexedJob(NumberVariables):
+    """The pods of a Kubernetes Indexed Job, each with one rank.
+
+    Kubernetes sets the index; the manifest sets the size and `KERAS_DIST_RDZV`.
+    """
+
+    name: ClassVar[str] = "Kubernetes"
+    key: ClassVar[str] = "kubernetes"
+    variables = ("JOB_COMPLETION_INDEX", "KERAS_DIST_NNODES")
+
+    def is_here(self, environ: Mapping[str, str]) -> bool:
+        return self.variables[1] in environ and super().is_here(environ)
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        return add_meeting(super().place(environ), environ)

@@ -5,9 +5,9 @@
 - `runtime`: `init`; state of this process: its device, and its link to the other ranks
 - `rendezvous`: the ranks meet at the address of the first one
 - `transport`: what both transports do, and what stands above them: records and errors
-- `horovod_transport`: the only file that imports Horovod, and calls its collectives
+- `horovod_transport`: the only file that imports Horovod, and calls its collectives;
+  settings for it on a rank without a GPU and for Open MPI, and a limit for its start
 - `tensorflow_transport`: TensorFlow's own collectives, which need nothing else
-- `settings`: of Horovod on a rank without a GPU, of Open MPI, and a limit for its start
 - `collectives`: average, sum, broadcast and gather of any value; of tensors in graphs,
   too, also in float16 or bfloat16; raise an error of one rank on all ranks
 - `agreement`: wait for all ranks; compare values between ranks; a block that the first

@@ -32,8 +32,8 @@ _WORDS = {1: tf.uint8, 2: tf.float16, 4: tf.float32, 8: tf.float64}
 # What a collective raises that another rank has refused, or that it has no part in.
 _REFUSED = tf.errors.FailedPreconditionError, tf.errors.CancelledError
 
-# The length that stands before each message of a gather.
-_LENGTH_BYTES = 8
+# The length before each message of a gather, which is sent in words of int32.
+_LENGTH_BYTES, _WORD = 8, 4
 
 # The collectives in which the ranks tell their errors, and in threads that read data.
 _FAILURE, _READER = "keras_dist.failure", "keras_dist.reader"
@@ -75,7 +75,8 @@ def average(value: Any) -> Any:
     >>> average({"loss": 0.25})  # without a launcher: one rank
     {'loss': 0.25}
     """
-    return keras.tree.map_structure(_average_one, value)
+    average_one = functools.partial(_sum_one, divisor=runtime.connection()[1].size)
+    return keras.tree.map_structure(average_one, value)
 
 
 def sum(value: Any) -> Any:
@@ -138,8 +139,7 @@ def broadcast(value: Value | None, root_rank: int = 0) -> Value:
         dtype, name = own.dtype, name_of("broadcast")
         is_plain = dtype in _BROADCAST
         wire = own if is_plain else tf.bitcast(own, _WORDS[dtype.real_dtype.size])
-        wire = _hide(wire)
-        wire = _run("broadcast", link, wire, name, root_rank=root_rank)
+        wire = _run("broadcast", link, _hide(wire), name, root_rank=root_rank)
         return wire if is_plain else tf.bitcast(wire, dtype)
     sent: Any = value if world.rank == root_rank else None
     return exchange(sent, f"{_name_call()} from rank {root_rank}")[root_rank]
@@ -168,11 +168,9 @@ def gather(value: Value) -> list[Value]:
     link, _ = runtime.connection()
     if link is None:
         return [value]
-    call = _name_call()
-    if _is_tensor(value):
-        arrays = exchange(to_array(value), call)
-        return [tf.convert_to_tensor(array) for array in arrays]
-    return exchange(value, call)
+    is_tensor = _is_tensor(value)
+    found: list[Any] = exchange(to_array(value) if is_tensor else value, _name_call())
+    return [tf.convert_to_tensor(array) for array in found] if is_tensor else found
 
 
 def exchange(value: Value, call: str) -> list[Value]:
@@ -190,13 +188,12 @@ def exchange(value: Value, call: str) -> list[Value]:
         return [value]
     with raise_on_all():  # what cannot be pickled
         message = sign((call, value))
-    messages = map(verify, _gather_bytes(message, _allgather_bytes))
-    calls, values = zip(*messages, strict=True)
+    calls, values = zip(*_gather_signed(message, _allgather), strict=True)
     if len(set(calls)) > 1:
         name = call.rpartition(".")[2].partition(" ")[0]
-        here = f"in `{name}` at {find_caller()}"
-        lines = map(verify, _gather_bytes(sign(here), _allgather_bytes))
-        received = "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
+        here = sign(f"in `{name}` at {find_caller()}")
+        lines = enumerate(_gather_signed(here, _allgather))
+        received = "; ".join(f"rank {rank} {line}" for rank, line in lines)
         error = RuntimeError(
             f"All ranks wait, in different collectives. Received: {received}. Call "
             "`gather`, `dist_fit` and all else that uses the other ranks on all of "
@@ -255,9 +252,7 @@ def _raise_on_all(error: Exception) -> NoReturn:
                 transport.record_wait(f"failure: {summarize(error)}"),
                 link.refuse(names),
             ):
-                replies = map(
-                    verify, _gather_bytes(message, _gather_in_graph(_FAILURE))
-                )
+                replies = _gather_signed(message, _gather_in_graph(_FAILURE))
                 causes, others = zip(*replies, strict=True)
                 told = enumerate(causes)
                 failed = [(k, cause) for k, cause in told if cause is not None]
@@ -432,15 +427,14 @@ def gather_in_thread(value: Any) -> list[Any]:
     thread for one of an eager step.
     """
     with transport.record_wait(_READER):
-        return list(map(verify, _gather_bytes(sign(value), _gather_in_graph(_READER))))
+        return _gather_signed(sign(value), _gather_in_graph(_READER))
 
 
 @functools.cache
 def _gather_in_graph(name: str) -> Any:
-    gather_bytes = functools.partial(_allgather_bytes, name=name)
-    made = tf.function(gather_bytes, autograph=False)
+    made = tf.function(functools.partial(_allgather, name=name), autograph=False)
     # In a train step, calls of other functions are part of the step.
-    return made.get_concrete_function(tf.TensorSpec([None], tf.uint8))
+    return made.get_concrete_function(tf.TensorSpec([None], tf.int32))
 
 
 def name_of(purpose: str, key: Hashable = None) -> str:
@@ -457,16 +451,12 @@ def name_of(purpose: str, key: Hashable = None) -> str:
     """
     if tf.executing_eagerly():
         return f"keras_dist.{purpose}"
-    numbers = _numbers.setdefault(_outermost_graph(), {}).setdefault(purpose, {})
-    key = len(numbers) if key is None else key
-    return f"keras_dist.{purpose}.{numbers.setdefault(key, len(numbers) + 1)}"
-
-
-def _outermost_graph() -> Any:
-    graph = tf.compat.v1.get_default_graph()
+    graph: Any = tf.compat.v1.get_default_graph()
     while getattr(getattr(graph, "outer_graph", None), "building_function", False):
         graph = graph.outer_graph  # from a branch (`tf.cond`) to its function
-    return graph
+    numbers = _numbers.setdefault(graph, {}).setdefault(purpose, {})
+    key = len(numbers) if key is None else key
+    return f"keras_dist.{purpose}.{numbers.setdefault(key, len(numbers) + 1)}"
 
 
 def sendable(tensor: Any) -> Any:
@@ -494,20 +484,25 @@ def _hide(tensor: Any) -> Any:
     return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
 
 
-def _average_one(value: Any) -> Any:
-    _check_number(value)
-    return _sum_one(_to_float(value), runtime.connection()[1].size)
-
-
 def _sum_one(value: Any, divisor: int | None = None) -> Any:
-    _check_number(value)
-    link, _ = runtime.connection()
-    if link is None:
-        return value
     is_python = isinstance(value, (int, float))
     is_array = isinstance(value, (np.ndarray, np.generic))
-    tensor = tf.convert_to_tensor(np.asarray(value) if is_python else value)
-    if not tensor.dtype.is_floating and tensor.dtype.size < (8 if is_array else 4):
+    has_numbers = is_python or is_array or _is_tensor(value)
+    if isinstance(value, np.ndarray):
+        has_numbers = value.dtype.kind in "fiub"
+    if not has_numbers:
+        raise TypeError(
+            "Only numbers, arrays and tensors, and lists, tuples and dicts of these, "
+            f"can be summed or averaged over the ranks. Received: {value!r} of type "
+            f"{type(value).__name__}. Use `gather` or `broadcast` for other objects."
+        )
+    if runtime.connection()[0] is None and divisor is None:
+        return value
+    kind = None if divisor is None else float
+    tensor = tf.convert_to_tensor(np.asarray(value, kind) if is_python else value)
+    if not tensor.dtype.is_floating and divisor is not None:
+        tensor = tf.cast(tensor, tf.float64)
+    elif not tensor.dtype.is_floating and tensor.dtype.size < (8 if is_array else 4):
         tensor = tf.cast(tensor, tf.int64)
     tensor = total(tensor, purpose="sum", divisor=divisor)
     if is_python:
@@ -515,20 +510,21 @@ def _sum_one(value: Any, divisor: int | None = None) -> Any:
     return tensor.numpy() if is_array else tensor
 
 
-def _gather_bytes(message: bytes, run: Callable[[Any], Any]) -> list[bytes]:
-    """Gather the messages of all ranks, each with its length before it."""
-    sized = len(message).to_bytes(_LENGTH_BYTES, "big") + message
-    everyone = run(tf.constant(np.frombuffer(sized, np.uint8)))
+def _gather_signed(message: bytes, run: Callable[[Any], Any]) -> list[Any]:
+    """Gather what all ranks have signed, each with its length before it."""
+    padding = bytes(-len(message) % _WORD)
+    sized = len(message).to_bytes(_LENGTH_BYTES, "big") + message + padding
+    everyone = run(tf.constant(np.frombuffer(sized, np.int32)))
     left = memoryview(everyone.numpy().tobytes())
-    messages = []
+    values = []
     while left:
         end = _LENGTH_BYTES + int.from_bytes(left[:_LENGTH_BYTES], "big")
-        messages.append(bytes(left[_LENGTH_BYTES:end]))
-        left = left[end:]
-    return messages
+        values.append(verify(bytes(left[_LENGTH_BYTES:end])))
+        left = left[end + -end % _WORD :]
+    return values
 
 
-def _allgather_bytes(own: Any, name: str = "keras_dist.gather") -> Any:
+def _allgather(own: Any, name: str = "keras_dist.gather") -> Any:
     link, _ = runtime.connection()
     return own if link is None else _run("allgather", link, own, name)
 
@@ -539,27 +535,6 @@ def _num_bytes(variable: Any) -> int:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, keras.Variable) or tf.is_tensor(value)
-
-
-def _to_float(value: Any) -> Any:
-    if isinstance(value, (int, float)):
-        return float(value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value if value.dtype.kind == "f" else value.astype(np.float64)
-    tensor = tf.convert_to_tensor(value)
-    return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
-
-
-def _check_number(value: Any) -> None:
-    if _is_tensor(value) or isinstance(value, (int, float, np.generic)):
-        return
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        return
-    raise TypeError(
-        "Only numbers, arrays and tensors, and lists, tuples and dicts of these, can "
-        f"be summed or averaged over the ranks. Received: {value!r} of type "
-        f"{type(value).__name__}. Use `gather` or `broadcast` for other objects."
-    )
 
 
 def _encode(numbers: Any, shift: Any, kind: str) -> Any:

@@ -1,10 +1,12 @@
-"""The only file that starts Horovod, and calls its collectives."""
+"""The only file that sets up and starts Horovod, and calls its collectives."""
 
 import contextlib
 import functools
 import importlib
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -15,10 +17,12 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from keras_dist.comm import settings
-from keras_dist.comm.transport import INSTALL, Transport, forget_in_child
+from keras_dist.clusters import Place
+from keras_dist.comm.rendezvous import compare_transports
+from keras_dist.comm.transport import HOROVOD, INSTALL, Transport, forget_in_child
 from keras_dist.comm.world import World
 from keras_dist.launch.monitor import watchdog
+from keras_dist.launch.time_limits import STALL, TimeLimits
 
 # Horovod counts elements in 32 bits; NCCL in 64.
 _MOST_ELEMENTS = 2**31 - 1
@@ -32,27 +36,68 @@ _traced: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 # A dtype in which nothing is sent, and what Horovod says to a rank that meets it.
 _REFUSAL, _REFUSED = tf.int16, "rank had type int16"
 
+# In each cycle of Horovod's thread the ranks exchange a message. By our change to its
+# source (tools/install/patches/prompt_cycles.patch) a cycle begins as soon as there is
+# a tensor, and else after so many milliseconds. A Horovod without it takes the other.
+_LONGEST_CYCLE, _CYCLE = "KERAS_DIST_LONGEST_CYCLE_MS", "HOROVOD_CYCLE_TIME"
 
-def connect(launcher: str, expected: World) -> "HorovodTransport":
+# Unless the user has set them.
+_ON_CPU = {
+    # At Horovod's default of 1 ms the thousand messages per second slow down a core
+    # that also computes.
+    _CYCLE: "2.5",
+    # No fusion by Horovod. Small gradients are packed by us already; fusing large ones
+    # that are ready at the same time copies them twice more, into a buffer that stays
+    # allocated.
+    "HOROVOD_FUSION_THRESHOLD": "0",
+    # By our change to its source (tools/install/patches/read_memory.patch) ranks of one
+    # host sum large tensors over Gloo by reading each other's memory, if they may.
+    "KERAS_DIST_READ_MEMORY": "1",
+}
+
+# Open MPI spins while it waits. On a rank that computes on the CPU, TensorFlow has a
+# thread for each core of the rank, from which a spinning thread takes the core.
+_YIELD = "OMPI_MCA_mpi_yield_when_idle"
+
+# How ranks of one host copy large messages. Out of the memory of the other process, its
+# default, takes longer than through shared memory. XPMEM has no copy at all.
+_COPY, _XPMEM = "OMPI_MCA_btl_vader_single_copy_mechanism", "/dev/xpmem"
+
+# Networks between the hosts for large messages: either may be set, not both.
+_INCLUDE, _EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
+_DEFAULT_EXCLUDED = ("127.0.0.1/8", "sppp")  # Open MPI's own
+
+# Bridges that container engines and hypervisors make on each host, often with the same
+# address on all. Open MPI takes that for a network of all hosts, connects a host to
+# itself, and waits forever.
+_BRIDGE = re.compile(
+    r"(?:docker|virbr|lxcbr|lxdbr|podman|cni|cni-podman|nerdctl)\d+|br-[\da-f]{12}"
+)
+
+
+def connect(place: Place, expected: World) -> "HorovodTransport":
     """Start Horovod, and return the link to all ranks.
 
     Every rank calls this.
 
     Args:
-        launcher: Name of the launcher, for error messages.
+        place: Where this rank stands.
         expected: Rank and size that the launcher gave to this process.
 
     Raises:
-        RuntimeError: If Horovod is missing, was built without TensorFlow, or
-            connects other processes than the launcher started.
+        RuntimeError: If another rank has another transport; if Horovod is missing, was
+            built without TensorFlow, or connects other processes than the launcher
+            started.
     """
+    compare_transports(place, HOROVOD)
+    launcher = place.launcher
     is_on_cpu = not tf.config.get_visible_devices("GPU")
     starting = contextlib.ExitStack()
     if launcher.startswith("mpirun"):
-        settings.prepare(is_on_cpu=is_on_cpu)
-        starting.enter_context(settings.limit_start(expected.rank, expected.size))
+        set_for_mpi(is_on_cpu=is_on_cpu)
+        starting.enter_context(limit_start(expected.rank, expected.size))
     if is_on_cpu:
-        settings.set_for_cpu()
+        set_for_cpu()
     try:
         horovod = importlib.import_module("horovod.tensorflow")
         before_start = watchdog.threads()
@@ -95,6 +140,65 @@ def connect(launcher: str, expected: World) -> "HorovodTransport":
     return HorovodTransport(horovod, world, started)
 
 
+def set_for_cpu() -> None:
+    """Set what the user has not set, before Horovod starts."""
+    if _CYCLE not in os.environ:
+        os.environ.setdefault(_LONGEST_CYCLE, "10")
+    for name, value in _ON_CPU.items():
+        os.environ.setdefault(name, value)
+
+
+def set_for_mpi(*, is_on_cpu: bool) -> None:
+    """Set variables of Open MPI that the user has not set; call it before MPI starts.
+
+    Args:
+        is_on_cpu: Whether this rank has no GPU.
+    """
+    if is_on_cpu:
+        os.environ.setdefault(_YIELD, "1")
+        if not os.path.exists(_XPMEM):
+            os.environ.setdefault(_COPY, "none")
+    names = [name for _, name in socket.if_nameindex()]
+    bridges = [name for name in names if _BRIDGE.fullmatch(name)]
+    if bridges and _INCLUDE not in os.environ:
+        os.environ.setdefault(_EXCLUDE, ",".join([*_DEFAULT_EXCLUDED, *bridges]))
+
+
+@contextlib.contextmanager
+def limit_start(rank: int, size: int) -> Iterator[None]:
+    """Context manager that ends this rank if it takes longer than the stall limit.
+
+    MPI itself waits forever, and under `mpirun` there is no store in which the ranks
+    could see each other.
+
+    Args:
+        rank: Rank of this process, for the message.
+        size: Number of ranks.
+    """
+    limit = TimeLimits().stall
+    timer = threading.Timer(limit, _end, [rank, size, limit])
+    timer.daemon = True
+    if limit:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end(rank: int, size: int, limit: float) -> None:
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    message = (
+        f"MPI has not connected the ranks for {limit:g} s, and the job ends. Received: "
+        f"rank {rank} of {size} on {socket.gethostname()}, with the network interfaces "
+        f"{names}. Of several hosts, name the network on which they reach each other: "
+        "`mpirun --mca btl_tcp_if_include 10.0.0.0/24`. If another rank needs longer "
+        f"before it connects, raise the limit: {STALL}=600.\n"
+    )
+    os.write(2, f"keras_dist: {message}".encode())
+    os._exit(watchdog.EXIT_CODE)  # mpirun then ends the others
+
+
 def _schedule_sender(started: Collection[int]) -> None:
     """Let Horovod's thread, which sends, not preempt another thread when it wakes up.
 
@@ -112,15 +216,6 @@ def _schedule_sender(started: Collection[int]) -> None:
             os.sched_setscheduler(sender, os.SCHED_BATCH, os.sched_param(0))
 
 
-def is_usable() -> bool:
-    """Return True if Horovod is installed, for the TensorFlow that is here."""
-    try:
-        importlib.import_module("horovod.tensorflow")
-    except Exception:  # of its library, of another TensorFlow, of its own checks
-        return False
-    return True
-
-
 def library() -> ModuleType:
     """Horovod's module, also where nothing connects this process to others.
 
@@ -129,7 +224,7 @@ def library() -> ModuleType:
     """
     try:
         return importlib.import_module("horovod.tensorflow")
-    except Exception as error:
+    except Exception as error:  # of its library, of another TensorFlow, of its checks
         raise RuntimeError(
             "Horovod cannot be used here. "
             f"Received: {type(error).__name__}: {error}. Run `{INSTALL}`."

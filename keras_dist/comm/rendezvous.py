@@ -22,7 +22,7 @@ from keras_dist.clusters import Place
 from keras_dist.clusters.slurm import Slurm
 from keras_dist.launch.hosts import ranges
 from keras_dist.launch.meeting import Meeting
-from keras_dist.launch.monitor.end_note import stay_for_readers
+from keras_dist.launch.monitor.watchdog import stay_for_readers
 from keras_dist.launch.signing import VARIABLE as SECRET
 from keras_dist.launch.signing import derive_secret
 from keras_dist.launch.store import MANY, find_store, make_slots

@@ -10,7 +10,7 @@ from keras_dist.clusters import Place, find_place
 from keras_dist.comm import horovod_transport, tensorflow_transport
 from keras_dist.comm.devices import Device, choose_device
 from keras_dist.comm.rendezvous import compare_transports, meet
-from keras_dist.comm.transport import HOROVOD, TENSORFLOW, Transport, read_choice
+from keras_dist.comm.transport import HOROVOD, TENSORFLOW, VARIABLE, Transport
 from keras_dist.comm.world import (
     World,
     check_not_elastic,
@@ -88,12 +88,23 @@ def _choose_transport(place: Place) -> str:
     """Return what the user has chosen; else Horovod where it is installed.
 
     Under `mpirun` no store tells the ranks where the others are; Horovod needs none.
+
+    Raises:
+        ValueError: If the variable names no transport.
     """
-    if choice := read_choice():
-        return choice
-    has_store = bool(place.address) or find_store() is not None
-    is_own = has_store and not horovod_transport.is_usable()
-    return TENSORFLOW if is_own else HOROVOD
+    choice = os.environ.get(VARIABLE, "")
+    if choice not in ("", HOROVOD, TENSORFLOW):
+        raise ValueError(
+            f"{VARIABLE} must be {HOROVOD} or {TENSORFLOW}. Received: "
+            f"{VARIABLE}={choice}. Without it, Horovod is used where it is installed."
+        )
+    if choice or not (place.address or find_store()):
+        return choice or HOROVOD
+    try:
+        horovod_transport.library()
+    except RuntimeError:
+        return TENSORFLOW
+    return HOROVOD
 
 
 def _connect(place: Place, choice: str) -> Transport:
@@ -101,20 +112,15 @@ def _connect(place: Place, choice: str) -> Transport:
     check_not_elastic()
     if _runtime.failure is not None:
         raise _runtime.failure
+    transport = horovod_transport if choice == HOROVOD else tensorflow_transport
     try:
         if place.address:
             meet(place)
-        if choice == HOROVOD:
-            compare_transports(place, choice)
-        else:
-            _runtime.link = tensorflow_transport.connect(place, world_at(find_place()))
+            _mark_process()
+        _runtime.link = transport.connect(place, world_at(find_place()))
     except RuntimeError as error:
         _runtime.failure = error
         raise
-    _mark_process()
-    if choice == HOROVOD:
-        _runtime.link = horovod_transport.connect(place.launcher, world_at(place))
-    assert _runtime.link is not None
     return _runtime.link
 
 
@@ -160,11 +166,10 @@ def start() -> World:
         place = find_place()
         if place is None:
             check_not_stranded()
-            _runtime.world = World()
-        elif (
-            is_rank_child()
-            or place.size == 1
-            and _choose_transport(place) == TENSORFLOW
+        if (
+            place is None
+            or is_rank_child()
+            or (place.size == 1 and _choose_transport(place) == TENSORFLOW)
         ):
             _runtime.world = world_at(place)
         else:

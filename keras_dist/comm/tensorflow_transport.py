@@ -71,14 +71,7 @@ _PRIME, _MIX = 2**31 - 1, (31, 7919, 104_729)
 _AVERAGE, _SUM = 0, 1
 _OPERATIONS = {_AVERAGE: "Add", _SUM: "Add", 3: "Min", 4: "Max", 5: "Mul"}
 
-# The collective that the gradient of each is.
-_GRADIENTS = {
-    "allreduce": "allreduce",
-    "reducescatter": "allgather",
-    "allgather": "allreduce",
-    "broadcast": "allreduce",
-    "alltoall": "alltoall",
-}
+_FUNCTIONS = "allreduce", "reducescatter", "allgather", "broadcast", "alltoall"
 
 # TensorFlow's operations, which have no gradients; this file has them.
 _USED = ["CollectiveReduceV2", "CollectiveGatherV2"]
@@ -116,8 +109,11 @@ def connect(place: Place, world: World) -> "TensorFlowTransport":
             f"{place.size}, and {VARIABLE}={os.environ.get(VARIABLE, '')}. Run "
             f"`{INSTALL} --mpi`, or name a meeting: KERAS_DIST_RDZV=HOST:29400."
         )
+    host, interface = LOOPBACK, os.environ.get("HOROVOD_GLOO_IFACE", "")
+    if place.local_size < place.size:  # the address at which other hosts reach it
+        host = addresses().get(interface) or find_address_towards(store.host)
     with _reserve_port() as port:
-        address = f"{_find_address(place, store)}:{port.getsockname()[1]}"
+        address = f"{host}:{port.getsockname()[1]}"
         notes = compare_transports(place, TENSORFLOW, waits=True, address=address)
     workers = [note["address"] for note in notes]
     try:
@@ -140,12 +136,10 @@ def _reserve_port() -> socket.socket:
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
         probe = socket.socket()
-        try:
+        with contextlib.suppress(OSError):
             probe.bind(("", port))
-        except OSError:
-            probe.close()
-        else:
             return probe
+        probe.close()
     raise RuntimeError(
         f"No port is free for TensorFlow's server. Received: 100 ports of {_PORTS}, "
         f"all in use. Run `{INSTALL}` to use Horovod."
@@ -154,10 +148,8 @@ def _reserve_port() -> socket.socket:
 
 def _warn_about_accounts(place: Place) -> None:
     """Warn if other people use this host, who could reach TensorFlow's server."""
-    found = set[int]()
-    for pid in psutil.pids():
-        with contextlib.suppress(OSError):  # it has just ended
-            found.add(os.stat(f"/proc/{pid}").st_uid)
+    users = (process.info["uids"] for process in psutil.process_iter(["uids"]))
+    found = {user.effective for user in users if user}
     others = sorted(found & set(_ACCOUNTS) - {os.getuid()})
     if others and place.local_rank == 0:
         warnings.warn(
@@ -166,14 +158,6 @@ def _warn_about_accounts(place: Place) -> None:
             f"`{INSTALL}` to use Horovod instead.",
             stacklevel=2,
         )
-
-
-def _find_address(place: Place, store: StoreClient) -> str:
-    """Return the address at which the other ranks reach this one."""
-    if place.local_size == place.size:
-        return LOOPBACK
-    interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    return addresses().get(interface) or find_address_towards(store.host)
 
 
 class TensorFlowTransport(Transport):
@@ -191,7 +175,7 @@ class TensorFlowTransport(Transport):
     def __init__(self, world: World, store: StoreClient) -> None:
         self.world, self._store = world, store
         has_gpu = bool(tf.config.get_visible_devices("GPU"))
-        self.accelerator = ("GPU:0", "nccl") if has_gpu else ()
+        self.accelerator: tuple[str, ...] = ("GPU:0", "nccl") if has_gpu else ()
         self.most_elements = 2**31 - 1
         # Each failure begins another generation of keys, in which nothing of the last
         # one is under way any more. Graphs read its number.
@@ -202,8 +186,7 @@ class TensorFlowTransport(Transport):
             with contextlib.suppress(KeyError):  # somebody has done so
                 tf.no_gradient(operation)
         self._set_generation(0)
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, daemon=True).start()
         atexit.register(self.leave)
         forget_in_child(self.leave)
 
@@ -213,7 +196,7 @@ class TensorFlowTransport(Transport):
 
     def send(self, function: str, tensor: Any, name: str, **options: Any) -> Any:
         """Run a collective, with its gradient; also "reducescatter", for `horovod`."""
-        if function not in _GRADIENTS or "process_set" in options:
+        if function not in _FUNCTIONS or "process_set" in options:
             raise RuntimeError(
                 "TensorFlow's own collectives have no process sets, and not all "
                 f"functions of Horovod. Received: {function} with "
@@ -223,28 +206,23 @@ class TensorFlowTransport(Transport):
         @tf.custom_gradient
         def call(tensor: Any) -> Any:
             def differentiate(upstream: Any) -> Any:
+                own = f"{name}.gradient"
                 if function in ("allreduce", "alltoall"):
-                    return self.send(function, upstream, f"{name}.gradient", **options)
-                other = _GRADIENTS[function]
-                total = self.send(other, upstream, f"{name}.gradient")
-                return self._take_part(function, total, tensor, name, **options)
+                    return self.send(function, upstream, own, **options)
+                if function == "reducescatter":
+                    return self.send("allgather", upstream, own)
+                rank, total = self.world.rank, self.send("allreduce", upstream, own)
+                mean = total / self.world.size  # as Horovod's
+                if function == "broadcast":
+                    is_root = rank == options["root_rank"]
+                    return mean if is_root else tf.zeros_like(mean)
+                rows = tf.shape(tensor)[:1]
+                before = self._run("allgather", rows, f"{name}.rows")[:rank]
+                return mean[tf.reduce_sum(before) :][: rows[0]]
 
             return self._run(function, tensor, name, **options), differentiate
 
         return call(tensor)
-
-    def _take_part(
-        self, function: str, total: Any, tensor: Any, name: str, **options: Any
-    ) -> Any:
-        """Return this rank's part of the gradients of all: a mean, as Horovod's."""
-        rank, mean = self.world.rank, total / self.world.size
-        if function == "broadcast":
-            return mean if rank == options["root_rank"] else tf.zeros_like(mean)
-        if function == "allgather":
-            rows = tf.shape(tensor)[:1]
-            before = self._run("allgather", rows, f"{name}.rows")[:rank]
-            return mean[tf.reduce_sum(before) :][: rows[0]]
-        return total
 
     def _run(self, function: str, tensor: Any, name: str, **options: Any) -> Any:
         """Run a collective; outside of a graph, in a function that can be canceled."""
@@ -279,34 +257,38 @@ class TensorFlowTransport(Transport):
         with tf.init_scope():
             return tf.function(build, autograph=False).get_concrete_function(*spec)
 
-    def _build(self, function: str, tensor: Any, name: Any, **options: Any) -> Any:
+    def _build(
+        self, function: str, tensor: Any, name: Any, num_parts: int = 0, **options: Any
+    ) -> Any:
         """Add the operations of a collective to a graph."""
-        build = getattr(self, f"_{function}")
-        options.setdefault("num_parts", _count_parts(tensor))
-        with tf.device(self._find_device(function, tensor.dtype)):
-            return build(tensor, name, **options)
-
-    def _find_device(self, function: str, dtype: Any) -> str:
-        """Return where a collective runs: the accelerator adds floats, and no more."""
-        is_fast = function == "allreduce" and dtype.is_floating
-        return self.accelerator[0] if self.accelerator and is_fast else "CPU:0"
+        build, dtype = getattr(self, f"_{function}"), tensor.dtype
+        text = f"{function} {dtype.name} {options}"
+        options["num_parts"] = num_parts or _count_parts(tensor)
+        # The accelerator adds floats, and no more.
+        is_fast = self.accelerator and function == "allreduce" and dtype.is_floating
+        options |= {"is_fast": True} if is_fast else {}
+        with tf.device(self.accelerator[0] if is_fast else "CPU:0"):
+            # TensorFlow sends no bool, and no numbers of 8 bits.
+            sent = tf.cast(tensor, tf.int32) if dtype.size == 1 else tensor
+            return tf.cast(build(sent, name, text, **options), dtype)
 
     def _allreduce(
         self,
         tensor: Any,
         name: Any,
+        text: str,
         *,
         num_parts: int,
+        is_fast: bool = False,
         op: int = _SUM,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         compression: str = "none",
     ) -> Any:
-        dtype, shape = tensor.dtype, tf.shape(tensor)
+        shape = tf.shape(tensor)
         tensor = _scale(tensor, prescale_factor)
-        if compression == "fp16" and dtype.is_floating:
+        if compression == "fp16" and tensor.dtype.is_floating:
             tensor = tf.cast(tensor, tf.float16)
-        text = f"allreduce {tensor.dtype.name} {op}"
         flat = tf.reshape(tensor, [-1])
         if not (isinstance(name, str) and tensor.shape.is_fully_defined()):
             flat = tf.pad(flat, [[0, 1]])  # gRPC sends no empty message
@@ -314,57 +296,58 @@ class TensorFlowTransport(Transport):
                 flat = tf.identity(flat)
         elif tensor.shape.num_elements() == 0:
             return tensor
-        sums = [
-            self._reduce(part, name, f"{text} {number}", _OPERATIONS[op])
-            for number, part in enumerate(_split(flat, num_parts))
-        ]
+        sums = []
+        for number, part in enumerate(_split(flat, num_parts)):
+            common = self._common(name, f"{text} {number}", tf.size(part))
+            if is_fast:
+                # NCCL needs one order on all ranks: that in which the graph was traced.
+                device, hint = self.accelerator
+                common |= {"group_key": 2, "communication_hint": hint}
+                common["ordering_token"] = [self._make_order(device).handle]
+            how = {"merge_op": _OPERATIONS[op], "final_op": "Id"}
+            sums.append(tf.raw_ops.CollectiveReduceV2(input=part, **how, **common))
         result = tf.reshape(tf.concat(sums, 0)[: tf.reduce_prod(shape)], shape)
         factor = postscale_factor / (self.world.size if op == _AVERAGE else 1)
-        return tf.cast(_scale(result, factor), dtype)
+        return _scale(result, factor)
 
-    def _reducescatter(self, tensor: Any, name: Any, **options: Any) -> Any:
-        total = self._allreduce(tensor, name, **options)
+    def _reducescatter(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        total = self._allreduce(tensor, *args, **options)
         sizes = tf.stack(_divide(tf.shape(total)[0], self.world.size))
         begin = tf.reduce_sum(sizes[: self.world.rank])
         return total[begin:][: sizes[self.world.rank]]
 
     def _allgather(
-        self, tensor: Any, name: Any, *, num_parts: int, equal_rows: bool = False
+        self, tensor: Any, name: Any, text: str, *, equal_rows: bool = False, **_: Any
     ) -> Any:
-        dtype, shape, size = tensor.dtype, tf.shape(tensor), self.world.size
-        text = f"allgather {dtype.name}"
+        shape, size = tf.shape(tensor), self.world.size
         if equal_rows:
             rows = tf.fill([size], shape[0])
         else:
             rows = self._compare(name, text, shape[1:], shape[0])
-        words, row_size = _to_words(tensor), tf.reduce_prod(shape[1:])
-        most = tf.maximum(_count_words(tf.reduce_max(rows) * row_size, dtype), 1)
-        padded = tf.pad(words, [[0, most - tf.size(words)]])
+        flat, counts = tf.reshape(tensor, [-1]), rows * tf.reduce_prod(shape[1:])
+        most = tf.maximum(tf.reduce_max(counts), 1)
         everyone = tf.raw_ops.CollectiveGatherV2(
-            input=padded, **self._common(name, text, most)
+            input=tf.pad(flat, [[0, most - tf.size(flat)]]),
+            **self._common(name, text, most),
         )
         everyone = tf.reshape(everyone, [size, most])
-        parts = [
-            _from_words(everyone[rank], rows[rank] * row_size, dtype)
-            for rank in range(size)
-        ]
+        parts = [everyone[rank, : counts[rank]] for rank in range(size)]
         return tf.reshape(tf.concat(parts, 0), tf.concat([[-1], shape[1:]], 0))
 
-    def _alltoall(self, tensor: Any, name: Any, *, num_parts: int) -> Any:
-        everyone = self._allgather(tensor, name, num_parts=num_parts, equal_rows=True)
+    def _alltoall(self, tensor: Any, name: Any, text: str, **_: Any) -> Any:
+        everyone = self._allgather(tensor, name, text, equal_rows=True)
         size, shape = self.world.size, tf.shape(tensor)
         chunks = tf.concat([[size, size, shape[0] // size], shape[1:]], 0)
         return tf.reshape(tf.reshape(everyone, chunks)[:, self.world.rank], shape)
 
     def _broadcast(
-        self, tensor: Any, name: Any, *, num_parts: int, root_rank: int
+        self, tensor: Any, name: Any, text: str, *, num_parts: int, root_rank: int
     ) -> Any:
-        dtype, shape = tensor.dtype, tf.shape(tensor)
-        text = f"broadcast {dtype.name} {root_rank}"
+        shape = tf.shape(tensor)
         with tf.control_dependencies([self._compare(name, text, shape)]):
-            words = tf.pad(_to_words(tensor), [[0, 1]])
+            flat = tf.pad(tf.reshape(tensor, [-1]), [[0, 1]])
         found = []
-        for number, part in enumerate(_split(words, num_parts)):
+        for number, part in enumerate(_split(flat, num_parts)):
             common = self._common(name, f"{text} {number}", tf.size(part))
             common.pop("ordering_token")
             if self.world.rank == root_rank:
@@ -374,19 +357,7 @@ class TensorFlowTransport(Transport):
                     shape=tf.shape(part), T=part.dtype, **common
                 )
             found.append(sent)
-        count = tf.reduce_prod(shape)
-        return tf.reshape(_from_words(tf.concat(found, 0), count, dtype), shape)
-
-    def _reduce(self, part: Any, name: Any, text: str, operation: str) -> Any:
-        common = self._common(name, text, tf.size(part))
-        if self.accelerator and part.dtype.is_floating:
-            # NCCL needs one order on all ranks: that in which the graph was traced.
-            device, hint = self.accelerator
-            common |= {"group_key": 2, "communication_hint": hint}
-            common["ordering_token"] = [self._make_order(device).handle]
-        return tf.raw_ops.CollectiveReduceV2(
-            input=part, merge_op=operation, final_op="Id", **common
-        )
+        return tf.reshape(tf.concat(found, 0)[:-1], shape)
 
     @functools.cache  # noqa: B019
     def _make_order(self, device: str) -> Any:
@@ -412,7 +383,7 @@ class TensorFlowTransport(Transport):
         digest = zlib.crc32(name.encode()) if isinstance(name, str) else name
         with tf.device("CPU:0"):
             generation = tf.raw_ops.ReadVariableOp(
-                resource=_find_variable("generation"), dtype=tf.float32
+                resource=_find_generation(), dtype=tf.float32
             )
             key = digest * _MIX[0] + zlib.crc32(text.encode())
             for number, factor in ((count, _MIX[1]), (generation, _MIX[2])):
@@ -431,7 +402,7 @@ class TensorFlowTransport(Transport):
         self._generation = number
         with tf.init_scope(), tf.device("CPU:0"):
             tf.raw_ops.AssignVariableOp(
-                resource=_find_variable("generation"), value=float(number)
+                resource=_find_generation(), value=float(number)
             )
 
     def list_names(self) -> set[str]:
@@ -457,8 +428,7 @@ class TensorFlowTransport(Transport):
         """Context manager that ends functions of all ranks, which may wait."""
         with self._lock:
             self._is_telling = True
-            self._canceler.start_cancel()
-            self._replace_canceler()
+            self._cancel()
         if not self._is_aborted:  # else the others find that for themselves
             note = f"{_FAILED}{self._generation}"
             self._store.put(note, self.world.rank, attempts=MANY)
@@ -466,12 +436,13 @@ class TensorFlowTransport(Transport):
             yield
         finally:
             with self._lock:
-                self._canceler.start_cancel()  # what other threads have begun meanwhile
-                self._replace_canceler()
+                self._cancel()  # what other threads have begun meanwhile
                 self._set_generation(self._generation + 1)
                 self._is_telling = False
 
-    def _replace_canceler(self) -> None:
+    def _cancel(self) -> None:
+        """End the functions that run; those that begin later obey a new canceler."""
+        self._canceler.start_cancel()
         self._canceler = private.Canceler()
         if self._listeners:
             private.cancel_functions_by(self._canceler)
@@ -516,11 +487,10 @@ class TensorFlowTransport(Transport):
                 self._run("allgather", tf.constant([0]), "keras_dist.leave")
 
 
-def _find_variable(name: str) -> Any:
-    """Return a variable of TensorFlow by its name: no graph has to capture it."""
-    return tf.raw_ops.VarHandleOp(
-        dtype=tf.float32, shape=[], shared_name=f"keras_dist.{name}"
-    )
+def _find_generation() -> Any:
+    """Return the variable with the generation: no graph has to capture it."""
+    name = "keras_dist.generation"
+    return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name)
 
 
 def _find_end(rank: int) -> str | None:
@@ -556,28 +526,3 @@ def _divide(count: Any, num_parts: int) -> list[Any]:
 
 def _scale(tensor: Any, factor: float) -> Any:
     return tensor if factor == 1.0 else tf.cast(tensor, tf.float64) * factor
-
-
-def _count_words(count: Any, dtype: Any) -> Any:
-    """Return how many words of 32 bits so many numbers are."""
-    return -(-count * dtype.size // 4)
-
-
-def _to_words(tensor: Any) -> Any:
-    """Return the bits of a tensor as a vector of int32, which all collectives take."""
-    flat = tf.reshape(tensor, [-1])
-    if flat.dtype == tf.bool:
-        flat = tf.cast(flat, tf.uint8)
-    if (in_word := 4 // flat.dtype.size) > 1:
-        flat = tf.pad(flat, [[0, -tf.size(flat) % in_word]])
-        flat = tf.reshape(flat, [-1, in_word])
-    return tf.reshape(tf.bitcast(flat, tf.int32), [-1])
-
-
-def _from_words(words: Any, count: Any, dtype: Any) -> Any:
-    """Return so many numbers out of the words of `_to_words`."""
-    kind = tf.uint8 if dtype == tf.bool else dtype
-    words = words[: _count_words(count, dtype)]
-    if kind.size > 4:
-        words = tf.reshape(words, [-1, kind.size // 4])
-    return tf.cast(tf.reshape(tf.bitcast(words, kind), [-1])[:count], dtype)

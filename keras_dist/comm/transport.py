@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_dist import private
 from keras_dist.comm.world import World
-from keras_dist.launch.monitor import end_note, record
+from keras_dist.launch.monitor import record, watchdog
 from keras_dist.launch.monitor.rank_process import ENDED
 
 # What users choose a transport by, and its values.
@@ -84,21 +84,6 @@ class Transport(ABC):
         """End the connection to the other ranks, for good."""
 
 
-def read_choice() -> str:
-    """Return the transport that the user has chosen; empty for none.
-
-    Raises:
-        ValueError: If the variable names no transport.
-    """
-    choice = os.environ.get(VARIABLE, "")
-    if choice not in ("", HOROVOD, TENSORFLOW):
-        raise ValueError(
-            f"{VARIABLE} must be {HOROVOD} or {TENSORFLOW}. Received: "
-            f"{VARIABLE}={choice}. Without it, Horovod is used where it is installed."
-        )
-    return choice
-
-
 def forget_in_child(leave: Callable[[], None]) -> None:
     """Let forked processes, which have no threads of a transport, not wait for them.
 
@@ -139,7 +124,7 @@ def explain_errors() -> Iterator[None]:
     except (tf.errors.UnknownError, tf.errors.UnavailableError) as error:
         if not any(text in str(error) for text in ENDED):
             raise
-        raise RuntimeError(end_note.describe_ended_rank()) from None
+        raise RuntimeError(watchdog.describe_ended_rank()) from None
     except RuntimeError as error:  # Ctrl-C came as TensorFlow made its own error
         if "REPLACED BY KeyboardInterrupt" not in str(error):
             raise

@@ -5,10 +5,9 @@ scales its own rate and divides its own steps. `docs/how_to/migrate.md` lists wh
 differs.
 
 - `collectives`: Horovod's, of values, variables, objects, and of several at once
-- `optimizer`: `DistributedOptimizer`, `DistributedGradientTape`, and
-  `SyncBatchNormalization`
+- `optimizer`: `DistributedOptimizer`, `DistributedGradientTape`,
+  `SyncBatchNormalization`, `load_model`; what `compile` does more
 - `callbacks`: Horovod's callbacks, with the ones for learning rates
-- `loading`: `load_model`; what `compile` does more
 
 Process sets, what Horovod was built with, the timeline, `alltoall` and `join` are
 Horovod's own.
@@ -41,11 +40,12 @@ from keras_dist.horovod.collectives import (
     grouped_reducescatter,
     reducescatter,
 )
-from keras_dist.horovod.loading import install, load_model
 from keras_dist.horovod.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
     SyncBatchNormalization,
+    install,
+    load_model,
 )
 
 __all__ = [

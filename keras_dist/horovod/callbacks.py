@@ -242,8 +242,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         factor = m(epoch) if callable(m) else m ** (epoch - self.start_epoch)
         new = self.initial_lr * factor
         optimizer.learning_rate = new
-        if self.momentum_correction and old and is_next_an_update(optimizer):
-            _scale_momentum(optimizer, new / old)
+        if not (self.momentum_correction and old and is_next_an_update(optimizer)):
+            return
+        # The momentum itself is a constant of the compiled step: what it is multiplied
+        # by is scaled, for the next update.
+        for leaf in leaves(optimizer):
+            slots = private.momentums_of(leaf) if getattr(leaf, "momentum", 0) else []
+            for slot in slots:
+                if slot is not None:
+                    slot.assign(slot.value * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -308,16 +315,3 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 def _rate(optimizer: Any) -> float:
     return float(comm.to_array(optimizer.learning_rate))
-
-
-def _scale_momentum(optimizer: Any, factor: float) -> None:
-    """Scale the momentum of the next update, by scaling what it is multiplied by.
-
-    The momentum itself is a constant of the compiled step.
-    """
-    for leaf in leaves(optimizer):
-        if not getattr(leaf, "momentum", 0):
-            continue
-        for slot in private.momentums_of(leaf):
-            if slot is not None:
-                slot.assign(slot.value * factor)

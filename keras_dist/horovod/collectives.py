@@ -202,7 +202,7 @@ def grouped_reducescatter(tensors: Iterable[Any], **options: Any) -> list[Any]:
 
 def _run(function: str, value: Any, options: dict[str, Any]) -> Any:
     """Call a function of `horovod.tensorflow`, where there are several ranks."""
-    tensor = tf.convert_to_tensor(_plain(value))
+    tensor = tf.convert_to_tensor(value)
     link, _ = connection()
     if link is None:
         names = ("prescale_factor", "postscale_factor")
@@ -288,7 +288,11 @@ def broadcast_variables(
     # Also inside of a `tf.function`: it is traced once, and variables are values then.
     with tf.init_scope():
         # What the first trace of a function creates has values in its second trace.
-        found = [one for one in variables if _plain(one).is_initialized()]
+        found = [
+            one
+            for one in variables
+            if (one.value if isinstance(one, keras.Variable) else one).is_initialized()
+        ]
         if process_set is None:
             comm.agree_on_variables(found, {"`root_rank`": root_rank})
             comm.broadcast_variables(found, root_rank)
@@ -316,7 +320,3 @@ def mark_reduced(tensor: Any) -> Any:
 def is_reduced(tensor: Any) -> bool:
     """Return True if a tensor is the same on all ranks, by `mark_reduced`."""
     return getattr(tensor, "_keras_dist_is_reduced", False)
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, keras.Variable) else value

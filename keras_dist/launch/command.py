@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from keras_dist.clusters import Place, find_place
-from keras_dist.clusters.kubernetes import IndexedJob
+from keras_dist.clusters.numbered import IndexedJob
 from keras_dist.launch.hosts import (
     LOOPBACK,
     is_here,

@@ -212,19 +212,17 @@ class Meeting:
                 f"The job has all its {self._kind}s. Received: one more, with the "
                 f"number {self._number}. Give each of them a number of its own."
             )
-        if (
-            is_loopback(self._addresses[0]) and result["ways"]
-        ):  # as others see the first
+        if is_loopback(self._addresses[0]) and result["ways"]:
+            # As others see the first one.
             self._addresses = result["ways"][0], self._addresses[1]
         return result
 
     def rank_variables(self, start: int = 0) -> dict[str, str]:
         """Return the variables by which ranks of this host find all of a start."""
+        here, first = self._addresses
         return {
-            **store_variables(
-                self._addresses[1], self._port, self._secret, start=start
-            ),
-            **interface_variables(self._addresses[0]),
+            **store_variables(first, self._port, self._secret, start=start),
+            **interface_variables(here),
             SECRET: derive_secret(self._secret, f"ranks {self.nonce} {start}"),
         }
 

@@ -117,8 +117,8 @@ class Store(ThreadingTCPServer):
         is_alone: bool = True,
     ) -> None:
         self.token = derive_secret(secret, "store").encode()
+        # Read and written by one call each, which no other thread interrupts.
         self.values: dict[str, bytes] = {}
-        self.lock = threading.Lock()
         # This host may know itself by another address, as by Debian's 127.0.1.1, or not
         # know its name yet: then it listens at all addresses.
         found = ""
@@ -153,28 +153,25 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 3.0
 
     def do_GET(self) -> None:
-        with self.server.lock:
-            value = self.server.values.get(self.path)
-            if self.path.endswith(_ALL):
-                prefix = self.path.removesuffix(_ALL)
-                value = b"\n".join(
-                    path.rpartition("/")[2].encode() + b" " + each
-                    for path, each in self.server.values.items()
-                    if path.startswith(prefix)
-                )
+        value = self.server.values.get(self.path)
+        if self.path.endswith(_ALL):
+            prefix = self.path.removesuffix(_ALL)
+            value = b"\n".join(
+                path.rpartition("/")[2].encode() + b" " + each
+                for path, each in self.server.values.copy().items()
+                if path.startswith(prefix)
+            )
         self._answer(
             HTTPStatus.NOT_FOUND if value is None else HTTPStatus.OK, value or b""
         )
 
     def do_PUT(self) -> None:
         value = self.rfile.read(int(self.headers["Content-Length"]))
-        with self.server.lock:
-            self.server.values[self.path] = value
+        self.server.values[self.path] = value
         self._answer(HTTPStatus.OK)
 
     def do_DELETE(self) -> None:
-        with self.server.lock:
-            self.server.values.pop(self.path, None)
+        self.server.values.pop(self.path, None)
         self._answer(HTTPStatus.OK)
 
     def parse_request(self) -> bool:

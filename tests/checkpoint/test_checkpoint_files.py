@@ -29,7 +29,7 @@ for count in range(5):
     folder.write({"count": 0, "array": np.zeros(2**18)})
 one = (time.monotonic() - begin) / 5
 random.seed(0)
-last, kept = 0, folder.keep
+last, kept = 0, files.KEPT
 killed = while_writing = 0
 # More often where the machine is busy, and children are killed before they write.
 while killed < 50 or (min(last, 2 * while_writing) <= 10 and killed < 1000):
@@ -52,9 +52,9 @@ while killed < 50 or (min(last, 2 * while_writing) <= 10 and killed < 1000):
     # It may be killed before it removes one; the next one that is written removes all.
     numbers = folder.numbers()
     assert len(numbers) <= kept + 1, numbers
-    kept = max(folder.keep, len(numbers))
+    kept = max(files.KEPT, len(numbers))
 folder.write(tree)
-assert len(os.listdir(folder.path)) == folder.keep, os.listdir(folder.path)
+assert len(os.listdir(folder.path)) == files.KEPT, os.listdir(folder.path)
 assert last > 10 and while_writing > 5, (last, while_writing)
 print("killed", killed, "times,", while_writing, "of them in a file;", last, "written")
 """

@@ -6,7 +6,7 @@ import pytest
 from harness.forked import alone
 
 from keras_dist.clusters import Place
-from keras_dist.comm import runtime, settings
+from keras_dist.comm import horovod_transport, runtime
 from keras_dist.comm.devices import Device, has_own_cores
 from keras_dist.comm.world import check_not_elastic, check_not_stranded
 
@@ -139,20 +139,20 @@ def test_open_mpi_on_cpus_does_not_spin_and_does_not_connect_by_bridges(
     own = {names[key]: value for key, value in environ.items()}
     monkeypatch.setattr(os, "environ", own)
     cards = list(enumerate(_BRIDGES))
-    monkeypatch.setattr(settings.socket, "if_nameindex", lambda: cards)
-    monkeypatch.setattr(settings, "_XPMEM", "/none")
-    settings.prepare(is_on_cpu=is_on_cpu)
+    monkeypatch.setattr(horovod_transport.socket, "if_nameindex", lambda: cards)
+    monkeypatch.setattr(horovod_transport, "_XPMEM", "/none")
+    horovod_transport.set_for_mpi(is_on_cpu=is_on_cpu)
     assert tuple(own.get(name) for name in names.values()) == expected
 
 
 _WAITS = """
 import time
-from keras_dist.comm import settings
-with settings.limit_start(0, 2):
+from keras_dist.comm.horovod_transport import limit_start
+with limit_start(0, 2):
     pass
 time.sleep(0.5)
 print("in time", flush=True)
-with settings.limit_start(0, 2):
+with limit_start(0, 2):
     time.sleep(60)
 """
 
@@ -172,7 +172,7 @@ def test_the_cycles_of_horovod_are_the_users_first(monkeypatch):
     found = []
     for environ in ({}, {"HOROVOD_CYCLE_TIME": "1"}):
         monkeypatch.setattr(os, "environ", environ)
-        settings.set_for_cpu()
+        horovod_transport.set_for_cpu()
         names = ("KERAS_DIST_LONGEST_CYCLE_MS", "HOROVOD_CYCLE_TIME")
         found.append([environ.get(name) for name in names])
     assert found == [["10", "2.5"], [None, "1"]]

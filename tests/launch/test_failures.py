@@ -80,8 +80,8 @@ def test_a_connection_of_the_users_that_is_reset_is_the_cause(tmp_path, case):
 _LEAVES_ALONE = """
 import sys
 sys.argv[0] = "keras-dist"  # which needs no TensorFlow
-from keras_dist.launch.monitor import end_note, record
-end_note.note_end(0)
+from keras_dist.launch.monitor import record, watchdog
+watchdog.note_end(0)
 record.here.enter("begin", epoch=2)
 sys.exit(0)
 """

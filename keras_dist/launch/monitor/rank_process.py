@@ -72,18 +72,13 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Seconds in which all that a rank leaves has to end by SIGKILL.
 _KILL_SECONDS = 3.0
 
-
-def _find_record() -> str | None:
-    """Return the path of this rank's record; `None` where there is none."""
-    path = os.environ.get(RECORD, "")
-    with contextlib.suppress(OSError):
-        # Never a file with a name: in a container another one may have this path.
-        if os.stat(path).st_nlink == 0:
-            return path
-    return None
-
-
-record_path = _find_record()
+# The path of this rank's record; `None` where there is none.
+record_path = os.environ.get(RECORD)
+# Never a file with a name: in a container another one may have this path.
+if not (
+    record_path and os.path.exists(record_path) and not os.stat(record_path).st_nlink
+):
+    record_path = None
 
 
 def write_report(summary: str, text: str, code: int, **flags: bool) -> None:
@@ -278,12 +273,9 @@ def main(arguments: list[str]) -> None:
             sys.modules["__main__"] = main
             code = loader.source_to_code(Path(path).read_bytes(), path)
             exec(code, main.__dict__)
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            _report_error(error)
-        raise
     except BaseException as error:  # KeyboardInterrupt ends the rank, too
-        _report_error(error)
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            _report_error(error)
         raise
 
 

@@ -1,25 +1,30 @@
 """A thread in each rank that ends the job if no rank makes progress, and says why.
 
+Ranks write their heartbeats to the store of the job, and why one of them has ended.
+
 CPU time and bytes are read for each thread (Linux), since Horovod's threads, which poll
 all the time, do not count; `psutil` has bytes for whole processes alone.
 """
 
 import atexit
+import contextlib
+import json
 import math
 import os
 import select
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from keras_dist.launch.hosts import ranks_in_words
 from keras_dist.launch.monitor import rank_process, record
-from keras_dist.launch.monitor.end_note import note_end
-from keras_dist.launch.store import find_store
+from keras_dist.launch.store import MANY, find_store
 from keras_dist.launch.time_limits import STALL, TimeLimits
 from keras_dist.lines import is_users
 
@@ -27,9 +32,15 @@ from keras_dist.lines import is_users
 # code of a rank that was asked to end and has saved a checkpoint.)
 EXIT_CODE = 70
 
-# Name in the store, beside the heartbeats, whose names are the numbers of the ranks, of
-# what the first rank to find a stall has found.
-_STALLED = "stalled"
+# Names in the store, beside the heartbeats, whose names are the numbers of the ranks:
+# what the first rank to find a stall has found, and why a rank has ended.
+_STALLED, _ENDED = "stalled", "ended"
+
+# Seconds for which the rank with the store stays, so that others read why it has ended.
+_READ_SECONDS = 1.0
+
+# The file in which torchrun looks for the error of a process.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 # In the line about ranks for which the others wait.
 _MISSING = "missing"
@@ -57,14 +68,6 @@ _IDLE_BYTES, _IDLE_RATE = 2**20, 50e3
 # Python waits for TensorFlow.
 _LAUNCHED_FILE = "keras_dist/launch/monitor/rank_process.py"
 _WAITING_FILE = "tensorflow/python/eager/execute.py"
-
-
-def _is_output_full() -> bool:
-    """Return True if a print would wait for a reader."""
-    outputs = select.poll()
-    for number in (1, 2):
-        outputs.register(number, select.POLLOUT)
-    return len(outputs.poll(0)) < 2  # one that is closed is in it
 
 
 class Watchdog(threading.Thread):
@@ -127,7 +130,11 @@ class Watchdog(threading.Thread):
         state = record.here.position.changes, record.here.is_alone
         is_work = self._seconds > _IDLE_SECONDS + _IDLE_FRACTION * elapsed
         is_work |= self._bytes > _IDLE_BYTES + _IDLE_RATE * elapsed
-        if state != self._state or is_work or _is_output_full():
+        outputs = select.poll()
+        for number in (1, 2):
+            outputs.register(number, select.POLLOUT)
+        is_full = len(outputs.poll(0)) < 2  # one that is closed is among them
+        if state != self._state or is_work or is_full:
             self._last_progress, self._state = now, state
             self._seconds, self._bytes = 0.0, 0
 
@@ -343,3 +350,52 @@ def start(*, rank: int, size: int, ignored_threads: Collection[int]) -> None:
         watchdog.publish(0.0)
         watchdog.start()
         atexit.register(watchdog.is_over.set)
+
+
+def note_end(rank: int) -> None:
+    """Let the other ranks, and torchrun, know what will end this rank.
+
+    It is an error, or an exit inside of a fit.
+    """
+    store, print_error, errors = find_store(), sys.excepthook, list[BaseException]()
+
+    def write(text: str) -> None:
+        # Unless another rank was the first to end.
+        if store is not None and store.get(_ENDED) is None:
+            note = f"Rank {rank} on {socket.gethostname()} {text}."
+            store.put(_ENDED, note, attempts=MANY)
+
+    def note_error(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        errors.append(error)
+        if not rank_process.is_secondary(error):
+            write("has failed; its traceback is the cause")
+        if path := os.environ.get(_ERROR_FILE):
+            lines = traceback.format_exception(kind, error, trace)
+            more = {"py_callstack": "".join(lines), "timestamp": f"{time.time():.0f}"}
+            message = {"message": f"{kind.__name__}: {error}", "extraInfo": more}
+            with contextlib.suppress(OSError):
+                Path(path).write_text(json.dumps({"message": message}))
+        print_error(kind, error, trace)
+
+    def note_exit() -> None:
+        if not errors and (text := record.here.position.describe_exit()):
+            write(text)
+
+    sys.excepthook = note_error
+    # Before Horovod, which was started earlier, ends the others' collectives.
+    atexit.register(note_exit)
+
+
+def describe_ended_rank() -> str:
+    """Return why a collective has ended early: by which rank, if that is known."""
+    note = (store := find_store()) and store.get(_ENDED)
+    note = note or "Its own error, printed by that rank, is the cause."
+    return f"Another rank has ended while this one waited for it. {note}"
+
+
+def stay_for_readers() -> None:
+    """Wait until others have read the note of this rank, which has the store."""
+    if (store := find_store()) and store.get(_ENDED):
+        time.sleep(_READ_SECONDS)

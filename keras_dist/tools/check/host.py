@@ -98,7 +98,10 @@ def check_host() -> Iterator[Result]:
     built, error = probe()
     yield check_horovod(built, error)
     yield check_gpus(*list_gpus(), built)
-    yield Result("system", "ok", describe_system())
+    cores, node = len(os.sched_getaffinity(0)), platform.node()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    system = f"{node}: {platform.platform()}, {cores} cores, {memory:.1f} GiB"
+    yield Result("system", "ok", system)
     yield Result("network", "ok", ", ".join(map(" ".join, addresses().items())))
 
 
@@ -177,11 +180,3 @@ def list_gpus() -> tuple[list[str], str]:
     if done.returncode == 0 and gpus:
         return gpus, ""
     return [], lines[0][:200] if lines else f"exit code {done.returncode}, no output"
-
-
-def describe_system() -> str:
-    """Describe name, operating system, cores and memory of this host."""
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    system = f"{platform.node()}: {platform.platform()}"
-    return f"{system}, {cores} cores, {memory / 2**30:.1f} GiB"

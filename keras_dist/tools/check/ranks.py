@@ -167,8 +167,10 @@ def check_training() -> Result:
         single.fit(x, y, batch_size=_BATCH * comm.size(), **fit)
         single.optimizer.learning_rate = _RATE  # which `dist_fit` leaves as it was
         expected = list(map(comm.to_array, state_variables(single)))
-    # A NaN is the largest.
-    gap = np.max(comm.gather(_difference(trained, comm.broadcast(expected))))
+    # Relative to the largest number of each array. A NaN is the largest.
+    pairs = zip(trained, comm.broadcast(expected), strict=True)
+    gaps = [np.max(abs(a - b)) / max(1e-3, np.max(abs(b))) for a, b in pairs]
+    gap = np.max(comm.gather(float(np.max(gaps))))
     seen = f"{gap:.1e} from plain Keras on one process (at most {_TOLERANCE:.0e})"
     if gap <= _TOLERANCE:
         return Result("training", "ok", seen)
@@ -195,13 +197,6 @@ def _make_model(rate: float) -> Any:
     )
     model.compile(keras.optimizers.Adam(rate, epsilon=1e-3), "mse")
     return model
-
-
-def _difference(arrays: Sequence[Any], expected: Sequence[Any]) -> float:
-    """Return the largest difference, relative to the largest number of its array."""
-    pairs = zip(arrays, expected, strict=True)
-    gaps = [np.max(abs(a - b)) / max(1e-3, np.max(abs(b))) for a, b in pairs]
-    return float(np.max(gaps))
 
 
 if __name__ == "__main__":
