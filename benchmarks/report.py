@@ -61,8 +61,8 @@ batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minute
 
 Page faults and seconds in the kernel, of all ranks together and for 1000 rows, show
 whether memory is mapped again at each step. TensorFlow 2.21 turns off a threshold of
-malloc when it reads a Python generator. This cost half the speed of a small CNN, until
-keras_dist [set it again](decisions.md#speed-on-one-machine).
+malloc when it reads a Python generator, which costs a small CNN half its speed;
+keras_dist [sets it again](decisions.md#speed-on-one-machine).
 
 The ceiling is the same processes without averaging: plain training on each rank's rows,
 alternating with our training, epoch by epoch. Each share is the median of the shares of

@@ -1,51 +1,50 @@
-"""All ranks against one process: writes docs/equivalence.md.
+"""All ranks against one process: writes docs/equivalence.md, and each case beside it.
 
-With a pattern, what matches it alone is measured, and the tables of these parts are
-written anew: `equivalence.py '^(random numbers|generative):'`.
+With a pattern, what matches it alone is measured, and takes the place of the same cases
+in equivalence.json: `equivalence.py '^(random numbers|generative):'`.
 """
 
+import datetime
 import json
 import os
-import re
 import sys
 import tempfile
-from itertools import groupby
+from collections import defaultdict
 from pathlib import Path
 
 from harness.launching import ROOT, launch
 
 PAGE = ROOT / "docs" / "equivalence.md"
+EACH = PAGE.with_suffix(".json")
 
-# The tolerance of cases in float32.
-SINGLE = 1e-5
+_PAGE = """# N ranks against one process
 
-_HEAD = """# N ranks against one process
+**All {trainings} trainings of {cases} cases, on 2 and on 3 ranks, gave the weights and
+the optimizer state of plain Keras on one process, within rounding; all ranks were
+bitwise identical after each.**
 
-Written by `make equivalence`, with {versions}, Horovod over Gloo, on CPUs.
+Written by `make equivalence` on {date}, with {versions}, Horovod over
+Gloo, on CPUs; [equivalence.json](equivalence.json) has the numbers of each case.
 
-Each case trains for two epochs: on one process with the global batch, by plain
-`keras.Model.fit` with the learning rate multiplied by hand, and by `dist_fit` on 2 and
-on 3 ranks. In the columns `batch="global"`, the ranks share batches that do not divide
-evenly among them, and the script for one process differs only in the call of `fit`. The
-numbers are the largest difference of any weight or any part of the optimizer's state,
-relative to the largest value in its tensor. After each case, all ranks were bitwise
-identical.
+A case trains for two epochs: on one process with the global batch, by plain `fit` with
+the learning rate multiplied by hand, and by `dist_fit`, where the script for one
+process differs only in the call with `batch="global"` (columns "global"), and ranks
+share batches that do not divide evenly. A number is the largest difference of any
+weight or any part of the optimizer's state, relative to the largest value in its
+tensor, of all trainings in the row.
 
-The tolerance is 1.0e-05, or the number in brackets. With a *, both are from a run in
-float64: in float32, the optimizer amplifies rounding errors (by a sign, or a division
-by a small moment) beyond the tolerance. In float16, bfloat16 and with compression, the
-tolerance is a few roundings of a number.
+| part | tolerance | trainings | 2 ranks | 2, global | 3 ranks | 3, global |
+|---|---|---|---|---|---|---|
+{table}
+
+Rows with "keras.io" are small models in `tests/harness/keras_ways/`, each trained like an
+example or a guide of Keras, and their logs are compared, too. A tolerance of 1e-10 is
+one of float64: for these models, and where in float32 the optimizer amplifies rounding
+errors by a sign, or a division by a small moment. In float16, bfloat16 and with
+compression, the tolerance is a few roundings of a number.
 """
 
-_WAYS = """## Ways to train that keras.io shows
-
-Small models in `tests/harness/keras_ways/`, each trained like an example or a guide of
-Keras: by plain `fit` on one process with the global batch, and by `dist_fit` at the
-same learning rate, in float64. All weights, the state of the optimizers and the logs
-are compared. The tolerance is 1e-10; for a name with a *, Keras computes a part in
-float32, and the tolerance is 1e-5. After each training, all ranks were bitwise
-identical.
-"""
+_KINDS = ("2", "2 global", "3", "3 global")
 
 
 def run(ranks, *arguments):
@@ -78,65 +77,48 @@ def report(ranks, rows):
     return held == len(rows)
 
 
-def page(results):
+def merge(known, results):
+    """The cases of the file, with what was measured in place of the same ones."""
+    cases = {(case["is_way"], case["part"], case["name"]): case for case in known}
+    for ranks, result in results.items():
+        for row in result["rows"]:
+            key = row["is_way"], row["part"], row["name"]
+            new = dict(zip(("is_way", "part", "name"), key, strict=True))
+            found = cases.setdefault(key, new | {"found": {}})["found"]
+            kind = f"{ranks}{' global' * row['is_global']}"
+            found[kind] = [row["difference"], row["tolerance"]]
+    return list(cases.values())
+
+
+def lines(measured):
+    """JSON with a line for each case."""
+    head = json.dumps({**measured, "cases": []})
+    cases = (json.dumps(case, ensure_ascii=False) for case in measured["cases"])
+    return head.removesuffix("[]}") + "[\n" + ",\n".join(cases) + "\n]}\n"
+
+
+def page(measured):
     """The text of docs/equivalence.md."""
-    versions = results[2]["versions"]
-    software = " and ".join(f"{name} {version}" for name, version in versions.items())
-    return "\n".join([_HEAD.format(versions=software), *tables(results)])
-
-
-def update(text, new):
-    """The page with the sections of `new` in place of its own, or behind them."""
-    old, found = (
-        dict(re.findall(r"^(##+ .*)\n((?:(?!##).*\n?)*)", each, re.MULTILINE))
-        for each in (text, new)
+    worst, trainings = defaultdict(dict), defaultdict(int)
+    for case in measured["cases"]:
+        title = case["part"][0].upper() + case["part"][1:]
+        for kind, (difference, tolerance) in case["found"].items():
+            row = worst[title + ", keras.io" * case["is_way"], tolerance]
+            row[kind] = max(difference, row.get(kind, 0))
+            trainings[title + ", keras.io" * case["is_way"], tolerance] += 1
+    table = []
+    for (title, tolerance), row in worst.items():
+        numbers = [f"{row[kind]:.1e}" if kind in row else "–" for kind in _KINDS]
+        cells = (title, f"{tolerance:.1e}", str(trainings[title, tolerance]), *numbers)
+        table.append(f"| {' | '.join(cells)} |")
+    versions = measured["versions"].items()
+    return _PAGE.format(
+        trainings=sum(trainings.values()),
+        cases=len(measured["cases"]),
+        date=measured["date"],
+        versions=" and ".join(f"{name} {version}" for name, version in versions),
+        table="\n".join(table),
     )
-    head = text[: text.index("\n## ") + 1]
-    sections = (f"{title}\n{body.rstrip()}" for title, body in (old | found).items())
-    return head + "\n\n".join(sections) + "\n"
-
-
-def tables(results):
-    """The tables of all parts, one after the other."""
-    kinds = [(ranks, is_global) for ranks in (2, 3) for is_global in (False, True)]
-    found = {
-        (ranks, row["is_global"], row["part"], row["name"]): row
-        for ranks, result in results.items()
-        for row in result["rows"]
-    }
-    first = [row for row in results[2]["rows"] if not row["is_global"]]
-    shared = ', batch="global"'
-    heads = [f"{ranks} ranks" + shared * is_global for ranks, is_global in kinds]
-    is_ways = False
-    for part, rows in groupby(first, key=lambda row: row["part"]):
-        rows = list(rows)
-        if rows[0]["is_way"] and not is_ways:
-            is_ways = True
-            yield _WAYS
-        title = f"`{part}`" if "_" in part else part[0].upper() + part[1:]
-        yield f"{'###' if is_ways else '##'} {title}\n"
-        yield f"| {'way' if is_ways else 'case'} | {' | '.join(heads)} |"
-        yield "|---" * 5 + "|"
-        for row in rows:
-            cells = [found.get((*kind, part, row["name"])) for kind in kinds]
-            yield f"| {_name(row)} | {' | '.join(map(_cell, cells))} |"
-        yield ""
-
-
-def _name(row):
-    """A way has a * where Keras computes in float32."""
-    is_single = " *" * (row["tolerance"] == SINGLE)
-    return f"{row['name']}{is_single}" if row["is_way"] else f"`{row['name']}`"
-
-
-def _cell(row):
-    """The difference, and its tolerance if it is not the usual one; – if not tried."""
-    if row is None:
-        return "–"
-    mark = "*" if row["is_measured"] else ""
-    is_usual = row["is_way"] or row["tolerance"] == SINGLE and not mark
-    tolerance = "" if is_usual else f" ({row['tolerance']:.1e}{mark})"
-    return f"{row['difference']:.1e}{tolerance}"
 
 
 def main(arguments):
@@ -144,9 +126,15 @@ def main(arguments):
     results = {ranks: run(ranks, *arguments) for ranks in (2, 3)}
     if not all([report(ranks, found["rows"]) for ranks, found in results.items()]):
         return 1
-    text = page(results)
-    PAGE.write_text(update(PAGE.read_text(), text) if arguments else text)
-    print(f"Written: {PAGE.relative_to(ROOT)}")
+    known = json.loads(EACH.read_text())["cases"] if arguments else []
+    measured = {
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "versions": results[2]["versions"],
+        "cases": merge(known, results),
+    }
+    EACH.write_text(lines(measured))
+    PAGE.write_text(page(measured))
+    print(f"Written: {PAGE.relative_to(ROOT)}, {EACH.relative_to(ROOT)}")
     return 0
 
 
