@@ -86,8 +86,12 @@ COSTS = {
 COSTS_OPTIONS = ["--scale", "0.2", "--models", "mlp"]
 
 
-def make_environments() -> None:
-    """Install what the peers need and keras_dist does not, if it is missing."""
+def make_environments(*names: str) -> None:
+    """Install what the peers need and keras_dist does not, if it is missing.
+
+    Args:
+        *names: Folders of .bench/; all of them by default.
+    """
     version = ".".join(metadata.version("tensorflow").split(".")[:2])
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     for folder, packages in {
@@ -97,7 +101,7 @@ def make_environments() -> None:
         "torch": ["torch==2.13.0", "numpy", "keras-nightly==3.16.0.dev2026102704"],
     }.items():
         target = ENVIRONMENTS / folder
-        if not target.is_dir():
+        if not target.is_dir() and folder in (names or [folder]):
             print(f"installing {' '.join(packages)} in {target}", flush=True)
             subprocess.run([*pip, "--target", str(target), *packages], check=True)
 
