@@ -16,7 +16,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo docs bench equivalence matrix wheels wheel release release-check libraries clusters hosts
+.PHONY: help setup check test demo docs bench curve gpu equivalence matrix wheels wheel release release-check libraries clusters hosts
 
 help:
 	@echo "make setup   a virtual environment in .venv, with Horovod built for its TensorFlow"
@@ -25,6 +25,8 @@ help:
 	@echo "make demo    train a model on two processes"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make bench   write docs/performance.md: the speed beside its ceiling and its peers"
+	@echo "make curve   write docs/curve.md: the same losses on 1 to 8 ranks, and those of two other systems"
+	@echo "make gpu     write docs/gpu.md: what keras_dist does on the GPUs of this machine"
 	@echo "make equivalence   write docs/equivalence.md: every case on 2 and 3 processes"
 	@echo "make hosts   more launches and faults on hosts of our own (root)"
 	@echo "make clusters    what clusters start: installs it into .venv-clusters"
@@ -187,3 +189,9 @@ wheel:
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py --write
+
+curve: setup
+	$(BIN)/python benchmarks/curve.py
+
+gpu: setup
+	$(BIN)/python benchmarks/gpu.py
