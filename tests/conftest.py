@@ -48,10 +48,11 @@ _RUN = ("examples/digits.py", "examples/files.py files", "examples/train_step.py
 
 @pytest.fixture(scope="session")
 def on_one_process(tmp_path_factory):
-    """What the README and examples print, by their names."""
+    """What the README, a page and examples print, by their names."""
     from harness import pages  # noqa: PLC0415 - no rank needs it
 
-    return pages.run_all(["README.md", *_RUN], tmp_path_factory.mktemp("one"), None)
+    shown = ["README.md", "docs/how_to/trainers.md", *_RUN]
+    return pages.run_all(shown, tmp_path_factory.mktemp("one"), None)
 
 
 @pytest.fixture(scope="session")

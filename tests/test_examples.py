@@ -2,7 +2,9 @@
 
 import csv
 import importlib
+import os
 import re
+import sys
 from pathlib import Path
 
 import h5py
@@ -74,6 +76,29 @@ def test_callbacks_alone_train_on_all_ranks(on_two_ranks):
     assert any("rows_per_second: " in line for line in lines)
 
 
+def test_a_reader_can_falsify_what_we_say_of_horovod():
+    """The ranks of its optimizer have other weights each, and ours the same."""
+    done = launch(["examples/falsify.py"], ranks=2, check=True)
+    found = re.findall(r"^rank . of 2: (\S+) (\w{12})$", done.stdout, re.MULTILINE)
+    weights = {
+        name: {digest for each, digest in found if each == name} for name, _ in found
+    }
+    assert len(found) == 4 and list(map(len, weights.values())) == [2, 1]
+
+
+def test_a_killed_rank_changes_no_bit():
+    """The same command goes on to the weights of an undisturbed training."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = launch(["bash", "examples/failure.sh"], env={"PATH": path}, check=True)
+    undisturbed, resumed = re.findall(r"^weights (\w+)$", done.stdout, re.MULTILINE)
+    assert undisturbed == resumed and "SIGKILL" in done.stdout + done.stderr
+    (seconds,) = re.findall(
+        r"^exit code 137, (\d+) s after the kill$", done.stdout, re.M
+    )
+    assert int(seconds) < 20
+    assert "continues" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["files", "train_step"])
 def test_two_ranks_print_the_result_of_one_process(name, on_one_process, on_two_ranks):
     """Files that `tf.data` decodes, and a train step that compares all rows."""
@@ -82,6 +107,19 @@ def test_two_ranks_print_the_result_of_one_process(name, on_one_process, on_two_
         for printed in (on_one_process, on_two_ranks)
     )
     assert two == pytest.approx(one, abs=2e-4) and one
+
+
+@pytest.mark.parametrize("name", ["tape", "loader"])
+def test_a_trainer_of_a_package_prints_the_loss_of_one_process(
+    name, on_one_process, on_two_ranks
+):
+    """A `GradientTape` loop, and a `fit` with a generator of its own."""
+    page, pattern = "docs/how_to/trainers.md", rf"^{name} ([\d.]+)"
+    one, two = (
+        last_number(pattern, printed[page])
+        for printed in (on_one_process, on_two_ranks)
+    )
+    assert two == pytest.approx(one, abs=2e-6)
 
 
 @needs_fashion_mnist

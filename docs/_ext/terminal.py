@@ -72,6 +72,9 @@ SCENES = {
         "keras-dist run -np 2 train.py",
         _script("if keras_dist.rank() == 1: [][epoch]"),
     ),
+    "killed_rank": Scene(
+        "bash failure.sh", (DOCS.parent / "examples" / "failure.sh").read_text()
+    ),
     "stall": Scene(
         "keras-dist run -np 2 --stall-limit 8 train.py",
         _script("if keras_dist.rank() == 1: time.sleep(1000)"),
