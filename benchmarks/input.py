@@ -38,9 +38,8 @@ processes. The table shows medians (smallest to largest). Ranks communicate over
 - early: `.apply(keras_dist.shard(batch_size))` comes before the `map`, so each image is
   decoded on one rank (`tests/ranks/test_shard.py` counts them).
 
-Ratios are to one process of the same round. Decoding an image costs more processor time
-when more threads compete for a core. The load average of the machine, in the minute
-before each round, was {load}.
+Ratios are to one process of the same round. The load average of the machine, in the
+minute before each round, was {load}.
 
 ## Seconds per epoch
 

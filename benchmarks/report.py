@@ -56,10 +56,10 @@ _HEAD = """# Performance
 Written by `make bench`; do not edit. Rows per second of all ranks together, on {ranks}
 ranks and {cores} cores ({machine}, no GPU); each rank has its share of the threads.
 Medians of {rounds} rounds (smallest to largest). In each round all systems took turns,
-in a different order. The input is random images of 28 × 28 pixels, with 128 rows per
+in a different order. Random images of 28 × 28 pixels, with 128 rows per
 batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
 
-Page faults and seconds in the kernel, of all ranks together and for 1000 rows, show
+Page faults and seconds in the kernel, of all ranks and for 1000 rows, show
 whether memory is mapped again at each step. TensorFlow 2.21 turns off a threshold of
 malloc when it reads a Python generator, which costs a small CNN half its speed;
 keras_dist [sets it again](decisions.md#speed-on-one-machine).

@@ -26,22 +26,20 @@ bitwise identical after each.**
 Written by `make equivalence` on {date}, with {versions}, Horovod over
 Gloo, on CPUs; [equivalence.json](equivalence.json) has the numbers of each case.
 
-A case trains for two epochs: on one process with the global batch, by plain `fit` with
-the learning rate multiplied by hand, and by `dist_fit`, where the script for one
-process differs only in the call with `batch="global"` (columns "global"), and ranks
-share batches that do not divide evenly. A number is the largest difference of any
-weight or any part of the optimizer's state, relative to the largest value in its
-tensor, of all trainings in the row.
+A case trains for two epochs: by plain `fit` on one process with the global batch, and
+by `dist_fit`; in the columns "global" with `batch="global"`, and batches that do not
+divide evenly. A number is the largest difference of any weight or any part of the
+optimizer's state, relative to the largest value in its tensor, of all trainings in the
+row.
 
 | part | tolerance | trainings | 2 ranks | 2, global | 3 ranks | 3, global |
 |---|---|---|---|---|---|---|
 {table}
 
-Rows with "keras.io" are small models in `tests/harness/keras_ways/`, each trained like an
-example or a guide of Keras, and their logs are compared, too. A tolerance of 1e-10 is
-one of float64: for these models, and where in float32 the optimizer amplifies rounding
-errors by a sign, or a division by a small moment. In float16, bfloat16 and with
-compression, the tolerance is a few roundings of a number.
+Rows with "keras.io" are small models (`tests/harness/keras_ways/`), each trained like an
+example or a guide of Keras; their logs are compared, too. 1e-10 is the tolerance of
+float64: for these models, and where an optimizer amplifies rounding in float32. In
+float16, bfloat16 and with compression, it is a few roundings of a number.
 """
 
 _KINDS = ("2", "2 global", "3", "3 global")
