@@ -36,8 +36,8 @@ row.
 |---|---|---|---|---|---|---|
 {table}
 
-Rows with "keras.io" are small models (`tests/harness/keras_ways/`), each trained like an
-example or a guide of Keras; their logs are compared, too. 1e-10 is the tolerance of
+Rows with "keras.io" are small models (`tests/harness/keras_ways/`), each trained like
+an example or a guide of Keras; their logs are compared, too. 1e-10 is the tolerance of
 float64: for these models, and where an optimizer amplifies rounding in float32. In
 float16, bfloat16 and with compression, it is a few roundings of a number.
 """
