@@ -9,6 +9,7 @@ is installed in .bench/.
 
 import datetime
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -39,11 +40,11 @@ _PAGE = """# The same curve on any number of ranks
 Written by `make curve` on {date}, in {minutes:.0f} minutes on {cores} cores; do not
 edit. Keras {keras}, TensorFlow {tensorflow}, Horovod {horovod}, PyTorch {torch}.
 
-**On 2 to 8 ranks, no validation loss of keras_dist is further than {largest:.1g} from
-that of plain Keras, and {float64:.1g} in float64. With PyTorch DDP it moves by up to
-{ddp:.1g}, and the ranks of Horovod's optimizer on Keras 3 are up to {horovod_gap:.1g}
-apart.**
+**On 2 to 8 ranks, no validation loss of keras_dist is further than {largest} from that
+of plain Keras, and {float64} in float64. With PyTorch DDP it moves by up to {ddp}, and
+the ranks of Horovod's optimizer on Keras 3 are up to {horovod_gap} apart.**
 
+````{{container}} wide
 ```{{image}} curve-light.svg
 :alt: Validation loss after each epoch
 :class: only-light
@@ -52,6 +53,7 @@ apart.**
 :alt: Validation loss after each epoch
 :class: only-dark
 ```
+````
 
 `examples/wide_resnet.py`, with random flips and shifts, batch normalization and
 dropout, trains on {rows:,} images ({data}) for {epochs} epochs, by SGD with a global
@@ -96,6 +98,12 @@ def train(method, ranks, *options, data, seeds=1):
 def gap(one, other):
     """The largest difference of two lists of losses."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def at_most(*gaps):
+    """The largest of some differences, rounded up to two digits."""
+    unit = 10.0 ** (math.floor(math.log10(max(gaps))) - 1)
+    return f"{math.ceil(max(gaps) / unit) * unit:.2g}"
 
 
 def same(ranks):
@@ -168,10 +176,10 @@ def write(measured):
     PAGE.write_text(
         _PAGE.format(
             **measured["facts"],
-            largest=max(ours_gaps.values()),
-            float64=gap(*measured["float64"]),
-            ddp=max(ddp_gaps.values()),
-            horovod_gap=max(pairs),
+            largest=at_most(*ours_gaps.values()),
+            float64=at_most(gap(*measured["float64"])),
+            ddp=at_most(*ddp_gaps.values()),
+            horovod_gap=at_most(*pairs),
             data=NAMES[measured["data"]],
             epochs=curve_data.EPOCHS,
             batch=curve_data.BATCH_SIZE,
