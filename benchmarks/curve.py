@@ -37,8 +37,8 @@ NAMES = {
 
 _PAGE = """# The same curve on any number of ranks
 
-Written by `make curve` on {date}, in {minutes:.0f} minutes on {cores} cores; do not
-edit. Keras {keras}, TensorFlow {tensorflow}, Horovod {horovod}, PyTorch {torch}.
+Written by `make curve` on {date}, on {cores} cores; do not edit. Keras {keras},
+TensorFlow {tensorflow}, Horovod {horovod}, PyTorch {torch}.
 
 **On 2 to 8 ranks, no validation loss of keras_dist is further than {largest} from that
 of plain Keras, and {float64} in float64. With PyTorch DDP it moves by up to {ddp}, and
@@ -193,14 +193,13 @@ def write(measured):
 def main():
     """Train, write and draw."""
     make_environments("torch", "plot")
-    begin, data = time.perf_counter(), curve_data.best_data()
+    data = curve_data.best_data()
     seeds = {each: seeds_of(each) for each in ("example", data)}
     seeds["float64"] = seeds_of("example", "--float64")
     measured = {"data": data, "seeds": seeds, **curves(data, seeds[data])}
     torch = next(iter((ENVIRONMENTS / "torch").glob("torch-*.dist-info"))).name
     measured["facts"] = {
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "minutes": (time.perf_counter() - begin) / 60,
         "cores": len(os.sched_getaffinity(0)),
         "rows": len(curve_data.load(data)[0]),
         "torch": torch.removeprefix("torch-").removesuffix(".dist-info").split("+")[0],
