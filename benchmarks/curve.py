@@ -9,6 +9,7 @@ is installed in .bench/.
 
 import datetime
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -36,14 +37,14 @@ NAMES = {
 
 _PAGE = """# The same curve on any number of ranks
 
-Written by `make curve` on {date}, in {minutes:.0f} minutes on {cores} cores; do not
-edit. Keras {keras}, TensorFlow {tensorflow}, Horovod {horovod}, PyTorch {torch}.
+Written by `make curve` on {date}, on {cores} cores; do not edit. Keras {keras},
+TensorFlow {tensorflow}, Horovod {horovod}, PyTorch {torch}.
 
-**On 2 to 8 ranks, no validation loss of keras_dist is further than {largest:.2g} from
-that of plain Keras, and {float64:.2g} in float64. With PyTorch DDP it moves by up to
-{ddp:.2g}, and the ranks of Horovod's optimizer on Keras 3 are up to {horovod_gap:.2g}
-apart.**
+**On 2 to 8 ranks, no validation loss of keras_dist is further than {largest} from that
+of plain Keras, and {float64} in float64. With PyTorch DDP it moves by up to {ddp}, and
+the ranks of Horovod's optimizer on Keras 3 are up to {horovod_gap} apart.**
 
+````{{container}} wide
 ```{{image}} curve-light.svg
 :alt: Validation loss after each epoch
 :class: only-light
@@ -52,6 +53,7 @@ apart.**
 :alt: Validation loss after each epoch
 :class: only-dark
 ```
+````
 
 `examples/wide_resnet.py`, with random flips and shifts, batch normalization and
 dropout, trains on {rows:,} images ({data}) for {epochs} epochs, by SGD with a global
@@ -96,6 +98,12 @@ def train(method, ranks, *options, data, seeds=1):
 def gap(one, other):
     """The largest difference of two lists of losses."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def at_most(*gaps):
+    """The largest of some differences, rounded up to two digits."""
+    unit = 10.0 ** (math.floor(math.log10(max(gaps))) - 1)
+    return f"{math.ceil(max(gaps) / unit) * unit:.2g}"
 
 
 def same(ranks):
@@ -168,10 +176,10 @@ def write(measured):
     PAGE.write_text(
         _PAGE.format(
             **measured["facts"],
-            largest=max(ours_gaps.values()),
-            float64=gap(*measured["float64"]),
-            ddp=max(ddp_gaps.values()),
-            horovod_gap=max(pairs),
+            largest=at_most(*ours_gaps.values()),
+            float64=at_most(gap(*measured["float64"])),
+            ddp=at_most(*ddp_gaps.values()),
+            horovod_gap=at_most(*pairs),
             data=NAMES[measured["data"]],
             epochs=curve_data.EPOCHS,
             batch=curve_data.BATCH_SIZE,
@@ -185,14 +193,13 @@ def write(measured):
 def main():
     """Train, write and draw."""
     make_environments("torch", "plot")
-    begin, data = time.perf_counter(), curve_data.best_data()
+    data = curve_data.best_data()
     seeds = {each: seeds_of(each) for each in ("example", data)}
     seeds["float64"] = seeds_of("example", "--float64")
     measured = {"data": data, "seeds": seeds, **curves(data, seeds[data])}
     torch = next(iter((ENVIRONMENTS / "torch").glob("torch-*.dist-info"))).name
     measured["facts"] = {
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "minutes": (time.perf_counter() - begin) / 60,
         "cores": len(os.sched_getaffinity(0)),
         "rows": len(curve_data.load(data)[0]),
         "torch": torch.removeprefix("torch-").removesuffix(".dist-info").split("+")[0],

@@ -22,10 +22,11 @@ import tensorflow as tf
 import keras_dist
 from keras_dist.comm import transport_name
 
-BATCH_SIZE, STEPS, ROUNDS = 128, 20, 3
+BATCH_SIZE, ROUNDS = 128, 3
 variant = sys.argv[1]
 world = keras_dist.init()
 gpus = tf.config.get_visible_devices("GPU")
+STEPS = 20 if gpus else 5
 tf.config.experimental.enable_tensor_float_32_execution(False)  # rounds to ten bits
 if variant.startswith("mixed"):
     keras.config.set_dtype_policy(variant)

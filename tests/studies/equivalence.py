@@ -36,8 +36,8 @@ row.
 |---|---|---|---|---|---|---|
 {table}
 
-Rows with "keras.io" are small models (`tests/harness/keras_ways/`), trained like an
-example or a guide of Keras; their logs are compared, too. 1e-10 is the tolerance of
+Rows with "keras.io" are small models (`tests/harness/keras_ways/`), each trained like
+an example or a guide of Keras; their logs are compared, too. 1e-10 is the tolerance of
 float64: for these models, and where an optimizer amplifies rounding in float32. In
 float16, bfloat16 and with compression, it is a few roundings of a number.
 """
@@ -49,7 +49,7 @@ def run(ranks, *arguments):
     """The versions and the rows that so many ranks have measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
-        script = ROOT / "tests" / "ranks" / "table.py"
+        script = ROOT / "tests" / "harness" / "table.py"
         found = [str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(":")]
         env = {"PYTHONPATH": ":".join(filter(None, found))}
         done = launch([script, path, *arguments], ranks=ranks, timeout=3600, env=env)
