@@ -103,4 +103,4 @@ def test_ranks_that_never_pass_a_test_are_not_started_for_each(tests):
     output = run(tests, text)
     assert set(outcomes(output).values()) == {"FAILED"}
     assert output.count("too late") >= 3
-    assert output.count("Not run: 3 launches have failed") == 3
+    assert len(re.findall(r"^Not run: 3 launches have failed", output, re.M)) == 3
