@@ -32,11 +32,13 @@ _COLUMNS = (
     "MiB of a rank",
 )
 
+_SHOWN = "^  . (?:GPUs|connect|devices|training) .*"
+
 _PAGE = """# One machine, each of its GPUs
 
 Written by `make gpu` on {date}, at commit {commit}; do not edit. **{device}**.
-{software}. Driver: {driver}. NCCL: {nccl}. Load average before: {load:.1f}. To send in the page of your machine, open an
-issue "Results of GPUs".
+{software}. Driver: {driver}. NCCL: {nccl}. Load average before: {load:.1f}. To send in
+the page of your machine, open an issue "Results of GPUs".
 
 {table}
 
@@ -116,7 +118,7 @@ def main():
             nccl=nccl or "not loaded",
             table="\n".join([f"| {' | '.join(_COLUMNS)} |", "|---" * 7 + "|", *rows]),
             # Without the names and addresses of the machine.
-            checks=re.sub(r"^.* (system|network) .*\n", "", checks, flags=re.M).strip(),
+            checks="\n".join(re.findall(_SHOWN, checks, re.MULTILINE)),
         )
     )
     RESULTS.write_text(json.dumps(results, indent=1))
