@@ -19,6 +19,7 @@ from start import ROOT, keras_dist_run, read_measured
 from keras_dist.launch.hosts import num_gpus
 
 PAGE, RESULTS = ROOT / "docs" / "gpu.md", ROOT / ".bench" / "gpu.json"
+SECONDS = 900  # of one command
 VARIANTS = ("float32", "xla", "mixed_float16", "mixed_bfloat16")
 
 _COLUMNS = (
@@ -31,11 +32,13 @@ _COLUMNS = (
     "MiB of a rank",
 )
 
+_SHOWN = "^  . (?:GPUs|connect|devices|training) .*"
+
 _PAGE = """# One machine, each of its GPUs
 
 Written by `make gpu` on {date}, at commit {commit}; do not edit. **{device}**.
-{software}. Driver: {driver}. NCCL: {nccl}. To send in the page of your machine, open an
-issue "Results of GPUs".
+{software}. Driver: {driver}. NCCL: {nccl}. Load average before: {load:.1f}. To send in
+the page of your machine, open an issue "Results of GPUs".
 
 {table}
 
@@ -49,12 +52,15 @@ its tensor. The ceiling is the same processes without averaging. `keras-dist che
 """
 
 
-def run(command, **options):
+def run(command):
     """Run a command from the root; return what it printed, whether it passed or not."""
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        return f"{(error.stdout or b'').decode()}\nno end within {SECONDS} s"
     return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
@@ -69,6 +75,7 @@ def nvidia_driver():
 
 def main():
     """Measure, and write both files."""
+    load = os.getloadavg()[0]
     RESULTS.parent.mkdir(exist_ok=True)
     ranks = num_gpus() or 2
     checks = run([sys.executable, "-m", "keras_dist", "check", "-np", str(ranks)])
@@ -107,10 +114,11 @@ def main():
             else "no GPU, 2 ranks on CPUs",
             software=", ".join(software),
             driver=nvidia_driver(),
+            load=load,
             nccl=nccl or "not loaded",
             table="\n".join([f"| {' | '.join(_COLUMNS)} |", "|---" * 7 + "|", *rows]),
             # Without the names and addresses of the machine.
-            checks=re.sub(r"^.* (system|network) .*\n", "", checks, flags=re.M).strip(),
+            checks="\n".join(re.findall(_SHOWN, checks, re.MULTILINE)),
         )
     )
     RESULTS.write_text(json.dumps(results, indent=1))

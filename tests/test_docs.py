@@ -256,6 +256,7 @@ def test_nothing_is_long():
     every = [*pages(), NOTEBOOK]
     assert sum(len(page.read_text().split()) for page in every) <= 26_000
     assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 700
+    assert len((DOCS / "concepts" / "limits.md").read_text().split()) <= 700
     assert len(README.splitlines()) <= 100
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 80, path
