@@ -84,7 +84,7 @@ def merge(known, results):
             new = dict(zip(("is_way", "part", "name"), key, strict=True))
             found = cases.setdefault(key, new | {"found": {}})["found"]
             kind = f"{ranks}{' global' * row['is_global']}"
-            found[kind] = [row["difference"], row["tolerance"]]
+            found[kind] = [float(f"{row['difference']:.1e}"), row["tolerance"]]
     return list(cases.values())
 
 
