@@ -59,16 +59,14 @@ Medians of {rounds} rounds (smallest to largest). In each round all systems took
 in a different order. Random images of 28 × 28 pixels, with 128 rows per
 batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
 
-Page faults and seconds in the kernel, of all ranks and for 1000 rows, show
-whether memory is mapped again at each step. TensorFlow 2.21 turns off a threshold of
-malloc when it reads a Python generator, which costs a small CNN half its speed;
-keras_dist [sets it again](decisions.md#speed-on-one-machine).
+Page faults and seconds in the kernel, for 1000 rows of all ranks, show whether each
+step maps its memory anew ([why](decisions.md#speed-on-one-machine)).
 
 The ceiling is the same processes without averaging: plain training on each rank's rows,
-alternating with our training, epoch by epoch. Each share is the median of the shares of
-all rounds. The first epoch does not count, nor does the first step of an epoch. "One
-process" is plain `model.fit` with all cores. Our ranks communicate over Gloo, or, where
-it says so, over TensorFlow's own collectives.
+in turn with ours, epoch by epoch; for one process it is plain `model.fit`. Each share
+is the median of all rounds' shares. The first epoch does not count, nor does the first
+step of an epoch. Our ranks communicate over Gloo, or, where it says so, over
+TensorFlow's own collectives.
 
 ![Rows per second beside the ceiling](performance.png)
 """
@@ -134,37 +132,32 @@ def _table(
     found: Mapping[str, Sequence[float]], system: Mapping[str, Sequence[Any]]
 ) -> str:
     lines = [
-        "| stack | rows per second | share of its own ceiling | page faults | kernel |",
-        "|---|---|---|---|---|",
+        "| stack | rows per second | ceiling | share of it | page faults | kernel |",
+        "|---|---|---|---|---|---|",
     ]
+    ceilings = OURS | PEERS | {OURS_ON_ONE: ONE}
     for stack, values in found.items():
-        own = spread(values)
-        share = ""
+        if stack in (OURS | PEERS).values():
+            continue
+        own, ceiling = spread(values), ceilings.get(stack)
+        above = share = "–"
+        if ceiling:
+            of = ratio(found, stack, ceiling)
+            above = f"{spread(found[ceiling]).median:,.0f}"
+            share = f"{of.median:.2f} ({of.low:.2f}–{of.high:.2f})"
         faults, seconds = map(statistics.median, zip(*system[stack], strict=True))
-        if stack == OURS_ON_ONE:
-            of = ratio(found, stack, ONE)
-            share = f"{of.median:.2f} ({of.low:.2f} to {of.high:.2f}) of plain Keras"
-        if stack in OURS | PEERS:
-            of = ratio(found, stack, ceiling_of(stack))
-            share = f"{of.median:.2f} ({of.low:.2f} to {of.high:.2f})"
         lines.append(
-            f"| {stack} | {own.median:,.0f} ({own.low:,.0f} to {own.high:,.0f}) "
-            f"| {share} | {faults:,.0f} | {seconds:.3f} s |"
+            f"| {stack} | {own.median:,.0f} ({own.low:,.0f}–{own.high:,.0f}) "
+            f"| {above} | {share} | {faults:,.0f} | {seconds:.3f} s |"
         )
     return "\n".join(lines)
 
 
-_SAME_BATCH = """The global batch has 256 rows; the script is for one process:
-
-- keras_dist: two ranks with `batch="global"`, 128 rows each
-- one process, with all cores: plain `model.fit`
-- `MirroredStrategy`: one process with two logical devices
-- `keras.distribution` on JAX, which compiles the step: one process with two devices
-- `keras.distribution` on keras-nightly's torch backend: two processes, each given half
-  of the rows
-
-Rows per second, and in brackets the ratio to plain `model.fit` in the same round. –:
-the process ended.
+_SAME_BATCH = """The global batch has 256 rows; the script is for one process.
+`MirroredStrategy`, and `keras.distribution` on JAX, which compiles the step, have two
+devices in one process; `keras.distribution` on keras-nightly's torch backend has two
+processes, each given half of the rows. Rows per second, and in brackets the ratio to
+plain `model.fit` in the same round. –: the process ended.
 """
 
 
@@ -183,10 +176,9 @@ def _shared(shared: Rates) -> str:
     return "\n".join(lines)
 
 
-_LAYERS = """With `batch_norm="global"` each layer of batch normalization exchanges its
-statistics, forward and backward; a rank draws its rows of the random numbers that one
-process draws for the global batch. Rows per second, and in brackets the share of the
-ceiling, which has neither.
+_LAYERS = """Layers of batch normalization exchange their statistics, and a rank draws its
+rows of one process's random numbers. Rows per second, and in brackets the share of the
+ceiling, which does neither.
 """
 
 
@@ -201,9 +193,8 @@ def _layers(layers: Rates) -> str:
     return "\n".join(lines)
 
 
-_ALLREDUCE = """Milliseconds from the call of a graph with one allreduce to its
-result, on the slower rank. Idle: nothing else runs. Busy: as many other processes as
-there are cores compute all the time.
+_ALLREDUCE = """Milliseconds of a graph with one allreduce, on the slower rank. Busy: as
+many other processes as there are cores compute all the time.
 """
 
 
@@ -272,7 +263,7 @@ def _costs(
             found = statistics.median(a - b for a, b in zip(ours, plain, strict=True))
             more[what, ranks] = round(found, 1) + 0.0  # never "-0.0"
             both = " | ".join(
-                f"{found.median:.1f} ({found.low:.1f} to {found.high:.1f})"
+                f"{found.median:.1f} ({found.low:.1f}–{found.high:.1f})"
                 for found in map(spread, (ours, plain))
             )
             lines.append(f"| {unit} | {ranks} | {both} | {more[what, ranks]:.1f} |")
