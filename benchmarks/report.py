@@ -55,7 +55,7 @@ _HEAD = """# Performance
 
 Written by `make bench`; do not edit. Rows per second of all ranks together, on {ranks}
 ranks and {cores} cores ({machine}, no GPU); each rank has its share of the threads.
-Medians of {rounds} rounds (smallest to largest). In each round all systems took turns,
+Medians of {rounds} rounds (smallest to largest). In each round all took turns,
 in a different order. Random images of 28 × 28 pixels, with 128 rows per
 batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
 
@@ -176,9 +176,9 @@ def _shared(shared: Rates) -> str:
     return "\n".join(lines)
 
 
-_LAYERS = """Layers of batch normalization exchange their statistics, and a rank draws its
-rows of one process's random numbers. Rows per second, and in brackets the share of the
-ceiling, which does neither.
+_LAYERS = """Batch normalization exchanges its statistics, and a rank draws its rows of
+one process's random numbers. Rows per second, and in brackets the share of the ceiling,
+which does neither.
 """
 
 
@@ -245,8 +245,7 @@ def _costs(
     costs: Mapping[str, Mapping[str, Sequence[float]]], one_rank: Mapping[str, float]
 ) -> str:
     lines = [
-        "Measured in separate processes, in turn, after all others. The MLP has "
-        f"{GRADIENTS} MiB of gradients.",
+        f"In separate processes, in turn. The MLP has {GRADIENTS} MiB of gradients.",
         "",
         "| for each rank | ranks | `dist_fit` | plain `model.fit` | difference |",
         "|---|---|---|---|---|",

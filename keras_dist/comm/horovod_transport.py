@@ -205,7 +205,7 @@ def _schedule_sender(started: Collection[int]) -> None:
     It gets the scheduling policy SCHED_BATCH. A rank with one core has it in common
     with Gloo's threads, which serve the sockets, and spin where the sender holds a lock
     that they need. On two idle cores a sum of 1 KiB takes 0.6 ms; 3 to 6 ms without
-    this. On busy cores it takes 1 to 7 ms; 8 to 10 ms if Gloo's threads have it, too.
+    this. On busy cores it takes 1 to 8 ms; 8 to 11 ms if Gloo's threads have it, too.
 
     Args:
         started: Ids of the threads of Horovod; it starts its own one first.
