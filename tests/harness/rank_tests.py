@@ -9,6 +9,7 @@ the process that has started them reads these, and reports each test once.
 import json
 import os
 import re
+import resource
 import sys
 import time
 from collections import Counter
@@ -193,8 +194,10 @@ class Launch:
                 break
             time.sleep(0.05)
         is_complete = all(map(_is_complete, reports))
-        self.is_over = has_failed or not is_complete or is_last
-        if self.is_over:
+        # Ranks that have run all that they know leave one out, and no more than that.
+        is_left_out = not is_complete and self._process.poll() == 0
+        self.is_over = is_last or has_failed or not (is_complete or is_left_out)
+        if self.is_over or is_left_out:
             code = self._wait()
             self._read()
             if not is_complete:
@@ -358,12 +361,17 @@ class Reporter:
         data = self._config.hook.pytest_report_to_serializable(
             config=self._config, report=report
         )
+        # A test on a full disk may have left a limit, which its fixture ends later.
+        limit, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         print(json.dumps(data, default=str), file=self._file, flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, largest))
 
 
 class Selection:
     """Plugin of both: which groups run which tests."""
 
+    @pytest.hookimpl(tryfirst=True)  # ids have one order, wherever it is registered
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Give each test of `ranks/` a group, of which `is_left_out` drops some."""
         if metafunc.definition.path.parent == RANKS:
