@@ -1,7 +1,6 @@
 """Without a launcher: plain Keras, the same numbers, no Horovod needed."""
 
 import copy
-import gc
 import io
 import json
 import pickle
@@ -13,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from harness.launching import launch, write_script
 
 import keras_dist
 
@@ -238,15 +238,21 @@ def test_the_fit_takes_no_random_numbers_and_no_special_terminal(rows, monkeypat
     assert "keras_dist" in ascii_only.read()
 
 
-def test_model_fit_is_kerass_own_when_no_callback_of_ours_is_left():
+_ONE_CALLBACK = """
+import gc, keras, keras_dist
+plain = keras.Model.fit
+callback = keras_dist.Throughput()
+assert keras.Model.fit is not plain
+del callback
+gc.collect()
+assert keras.Model.fit is plain
+"""
+
+
+def test_model_fit_is_kerass_own_when_no_callback_of_ours_is_left(tmp_path):
     """It opens a fit on all ranks only while one may stand in its list."""
-    gc.collect()
-    plain = keras.Model.fit
-    callback = keras_dist.Throughput()
-    assert keras.Model.fit is not plain
-    del callback
-    gc.collect()
-    assert keras.Model.fit is plain
+    done = launch([write_script(tmp_path, _ONE_CALLBACK)])
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["evaluate", "predict"])
