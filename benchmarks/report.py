@@ -60,7 +60,7 @@ in a different order. Random images of 28 × 28 pixels, with 128 rows per
 batch and rank, and SGD with momentum. The measurement took {minutes:.0f} minutes.
 
 Page faults and seconds in the kernel, for 1000 rows of all ranks, show whether each
-step maps its memory anew ([why](decisions.md#speed-on-one-machine)).
+step gets new memory ([why](decisions.md#speed-on-one-machine)).
 
 The ceiling is the same processes without averaging: plain training on each rank's rows,
 in turn with ours, epoch by epoch; for one process it is plain `model.fit`. Each share

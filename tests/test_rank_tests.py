@@ -104,3 +104,14 @@ def test_ranks_that_never_pass_a_test_are_not_started_for_each(tests):
     assert set(outcomes(output).values()) == {"FAILED"}
     assert output.count("too late") >= 3
     assert len(re.findall(r"^Not run: 3 launches have failed", output, re.M)) == 3
+
+
+def test_a_test_that_ranks_do_not_have_fails_alone(tests):
+    """The others have their results from the same launch."""
+    text = "import os, pytest\npytestmark = pytest.mark.three_ranks\n"
+    text += "if 'HOROVOD_RANK' not in os.environ:\n    def test_a(): pass\n"
+    starts = tests / "starts"
+    text += f"def test_b(): open({str(starts)!r}, 'a').write('b')\n"
+    found = {name[:6]: end for name, end in outcomes(run(tests, text)).items()}
+    assert found == {"test_a": "FAILED", "test_b": "PASSED"}
+    assert starts.read_text() == "bbb"

@@ -40,7 +40,7 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class ReadContext:
-    """How one call reads its data: its ranks, options and seeds, and where it begins.
+    """How a call reads data: ranks, options, seeds, and the first batch.
 
     Args:
         rank: This rank.

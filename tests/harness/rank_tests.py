@@ -194,10 +194,10 @@ class Launch:
                 break
             time.sleep(0.05)
         is_complete = all(map(_is_complete, reports))
-        # Ranks that have run all that they know leave one out, and no more than that.
-        is_left_out = not is_complete and self._process.poll() == 0
-        self.is_over = is_last or has_failed or not (is_complete or is_left_out)
-        if self.is_over or is_left_out:
+        # The ranks have ended well: this test is none of theirs, and the others ran.
+        is_missing = not is_complete and self._process.poll() == 0
+        self.is_over = is_last or has_failed or not (is_complete or is_missing)
+        if self.is_over or is_missing:
             code = self._wait()
             self._read()
             if not is_complete:
