@@ -303,8 +303,9 @@ class TensorFlowTransport(Transport):
         sums = []
         operation = _OPERATIONS[op]
         for number, part in enumerate(_split(flat, num_parts)):
-            num_bytes = (part.shape.num_elements() or _SMALL) * part.dtype.size
-            if operation == "Add" and num_bytes < _SMALL and not is_fast:
+            count = part.shape.num_elements()  # None while it is not known
+            is_small = count is not None and count * part.dtype.size < _SMALL
+            if operation == "Add" and is_small and not is_fast:
                 common = self._common(name, f"{text} small", tf.size(part))
                 everyone = tf.raw_ops.CollectiveGatherV2(input=part, **common)
                 sums.append(tf.add_n(tf.split(everyone, self.world.size)))
