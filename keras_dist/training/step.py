@@ -27,6 +27,11 @@ from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
 from keras_dist.training.session import LOCAL_EVALUATION, Session, session_of
 
+_WHOLE_BATCHES = (
+    "Train on one process (keras-dist run -np 1), or call `keras_dist.dist_fit(model, "
+    '…, batch="rank")`: then a rank has whole batches of its own.'
+)
+
 
 class PredictsAlone:
     """Mixin for a model: ranks predict other batches, so no step communicates."""
@@ -115,7 +120,7 @@ class DistributedStep(PredictsAlone):
                         (_start if needs_batch else _try_step)(self, batch)
                     if self.train_function is not train:
                         return self.train_function(iterator)
-                with _check_step_runs(self):
+                with _check_step_runs(self), _explain_parts(session):
                     logs = function(iterator)
                 _say_own_draws(session)
                 return logs
@@ -377,17 +382,31 @@ def _try_step(model: Any, batch: Any) -> None:
 
 def _check_batch_weights(model: Any, batch: Any, reason: str) -> None:
     """Raise a `ValueError` if a step fails on other rows than some weights have."""
-    inputs = getattr(model, "inputs", None) or ()
-    rows = {int(num_rows(batch)), *(each.shape[0] for each in inputs)}
-    sizes = {v.path: tuple(v.shape) for v in model.weights if {*v.shape[:1]} & rows}
-    if sizes and reason.startswith(("InvalidArgumentError", "ValueError")):
+    rows = int(num_rows(batch))
+    sizes = {v.path: tuple(v.shape) for v in model.weights if rows in v.shape[:1]}
+    if sizes and trial.ON_PART in reason:
         raise ValueError(
             "The step fails on a part of a batch, and weights have an entry for each "
             f"row, of which each rank has a part. Received: {reason}, and weights of "
-            f"the shapes {sizes}. Train on one process (keras-dist run -np 1), or call "
-            '`keras_dist.dist_fit(model, …, batch="rank")`: then a rank has whole '
-            "batches of its own."
+            f"the shapes {sizes}. {_WHOLE_BATCHES}"
         )
+
+
+@contextlib.contextmanager
+def _explain_parts(session: Session) -> Iterator[None]:
+    """Context manager that adds to an error of a step what a rank's batch is."""
+    try:
+        yield
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        found = session.traced.trial
+        is_tried = found is not None and not found.reason
+        if comm.size() > 1 and session.decided.feed.plan.is_global and not is_tried:
+            error.add_note(
+                "Each rank has a part of each batch. A step that runs on one process "
+                "alone needs a whole batch, as with its number of rows in the model, "
+                f"or if the first axis is not the rows. {_WHOLE_BATCHES}"
+            )
+        raise
 
 
 def _results(

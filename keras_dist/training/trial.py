@@ -64,6 +64,9 @@ from keras_dist.training.state_trial import (
     read_state,
 )
 
+# In the reason why a step was not tried: it runs on a batch, and not on a part of it.
+ON_PART = "on a part of the batch"
+
 # The kind of gradients that were 0.
 NOT_SEEN = "not seen yet"
 
@@ -414,15 +417,18 @@ class Runner:
             return Trial()
 
         def run_parts() -> list[Run]:
-            return [
-                self._run(
-                    [_slice(leaf, begin, end) for leaf in self._leaves],
-                    begin=begin,
-                    fraction=(end - begin) / self._rows,
-                    shared=whole.shared,
-                )
-                for begin, end in ((0, cut), (cut, self._rows))
-            ]
+            try:
+                return [
+                    self._run(
+                        [_slice(leaf, begin, end) for leaf in self._leaves],
+                        begin=begin,
+                        fraction=(end - begin) / self._rows,
+                        shared=whole.shared,
+                    )
+                    for begin, end in ((0, cut), (cut, self._rows))
+                ]
+            except Exception as error:
+                raise ValueError(f"{ON_PART}, {summarize(error)}") from error
 
         def mix(place: StepPlace, parts: list[Run]) -> float:
             pairs = zip(parts, fractions, strict=True)
