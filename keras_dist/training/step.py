@@ -358,6 +358,9 @@ def _start(model: Any, batch: Any) -> None:
     traced, is_averaged = session.traced, comm.size() > 1 and averages_gradients(model)
     if traced.trial is None and is_averaged and not losses.needs_no_trial(model):
         _try_step(model, batch)
+    is_said = session.decided.is_verbose and session.decided.feed.plan.is_global
+    if is_said and comm.rank() == 0 and trial.explain_untriable(batch) == trial.UNEVEN:
+        say("batches: each on the first rank alone, since its tensors differ in length")
     global_rows = int(comm.sum(int(num_rows(batch))))
     traced.use_trial(traced.trial or trial.Trial(), global_rows, traced.runner)
 

@@ -64,6 +64,9 @@ from keras_dist.training.state_trial import (
     read_state,
 )
 
+# Why a batch has no parts, as the atoms of molecules and their labels.
+UNEVEN = "the parts of the batch differ in length"
+
 # In the reason why a step was not tried: it runs on a batch, and not on a part of it.
 ON_PART = "on a part of the batch"
 
@@ -259,7 +262,7 @@ def explain_untriable(data: Any) -> str:
         return "the batch has no axis of rows"
     lengths = {int(leaf.shape[0]) for leaf in leaves}
     if len(lengths) > 1:
-        return "the parts of the batch differ in length"
+        return UNEVEN
     return "the batch has one row" if lengths.pop() < 2 else ""
 
 
