@@ -406,8 +406,8 @@ def _explain_parts(session: Session) -> Iterator[None]:
         if comm.size() > 1 and session.decided.feed.plan.is_global and not is_tried:
             error.add_note(
                 "Each rank has a part of each batch. A step that runs on one process "
-                "alone needs a whole batch, as with its number of rows in the model, "
-                f"or if the first axis is not the rows. {_WHOLE_BATCHES}"
+                "alone has a constant number of rows (take `keras.ops.shape(x)[0]`), "
+                f"or a first axis that is not the rows. {_WHOLE_BATCHES}"
             )
         raise
 
