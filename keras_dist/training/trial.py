@@ -16,8 +16,7 @@ seen yet, and tried again on later batches.
 
 In a trial, a part draws its rows of the whole batch's random numbers, as a rank does,
 and has those that the whole drew by `tf.random`; `BatchNormalization` uses the
-statistics of the whole batch. A step that draws in another way is tried with rows that
-are repeated: that multiplies a sum, and not a mean.
+statistics of the whole batch. A step that draws in another way counts as a mean.
 Afterwards all variables have the values that they had before.
 """
 
@@ -96,9 +95,6 @@ _DRAWS = (
     "random_uniform_int",
     "truncated_normal",
 )
-
-# How often rows are repeated where a step is random, and how often that is run.
-_TIMES, _RUNS = 4, 4
 
 # At the start the scale of Keras lets many gradients of float16 overflow.
 _LOSS_SCALE = 128.0
@@ -524,38 +520,10 @@ class Runner:
         states = compare_metrics(*runs) + compare_weights(*runs)
         states += name_logs(self.model, whole.state, differing)
         if (states or "neither" in updates.values()) and self._is_random(whole):
-            return self._find_by_repeating()
+            return Trial(states=self._untracked, reason="its runs are random")
         states += self._untracked
         found = numbers | updates
         return Trial(found, difference, self._gatherable, weights, states)
-
-    def _find_by_repeating(self) -> Trial:
-        """Compare some rows with the same rows repeated: that multiplies a sum.
-
-        Random numbers make all of their gradients differ, by less the more rows there
-        are. So a mean becomes shorter, by at most √4, and a sum longer, by at least √4.
-        """
-        few = [_slice(leaf, 0, max(1, self._rows // 4)) for leaf in self._leaves]
-        many = [_repeat(leaf) for leaf in few]
-
-        def run_both() -> list[list[Run]]:
-            return [
-                [self._run(few) for _ in range(_RUNS)],
-                [self._run(many, fraction=float(_TIMES)) for _ in range(_RUNS)],
-            ]
-
-        def judge(place: StepPlace, both: list[list[Run]]) -> str | None:
-            means = [abs(np.mean([r.numbers[place] for r in runs])) for runs in both]
-            return _find_growth(*means, least=_TIMES**0.5)
-
-        numbers, both = self._find_numbers(run_both(), run_both, judge)
-        for index in range(len(both[0][0].gradients)):
-            means = [
-                np.mean([_norm(r.gradients[index].values()) for r in runs])
-                for runs in both
-            ]
-            numbers["apply", index] = _find_growth(*means, least=_TIMES**0.25)
-        return Trial(numbers, states=self._untracked)
 
     def _find_numbers(
         self, runs: Any, run: Callable[[], Any], judge: Callable[[StepPlace, Any], Any]
@@ -794,13 +762,6 @@ def _kind(size: float, of_mean: float, of_sum: float, tolerance: float) -> str |
     return "sum" if of_sum <= tolerance else "neither"
 
 
-def _find_growth(before: Any, after: Any, *, least: float) -> str | None:
-    """Return the kind of what has grown with the number of rows, or has not."""
-    if not (np.isfinite(before) and np.isfinite(after) and before):
-        return None
-    return "sum" if after > least * before else "mean"
-
-
 def _has_gradients(whole: Run, part: Run) -> bool:
     """Return True if a part has each gradient, and loss, that the whole has."""
     pairs = zip(whole.gradients, part.gradients, strict=True)
@@ -833,12 +794,6 @@ def _slice(leaf: Any, begin: int, end: int) -> Any:
         size = [end - begin, *leaf.dense_shape.numpy()[1:]]
         return tf.sparse.slice(leaf, [begin, *rest], size)
     return leaf[begin:end]
-
-
-def _repeat(leaf: Any) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.sparse.concat(0, [leaf] * _TIMES)
-    return tf.concat([leaf] * _TIMES, 0)
 
 
 def _any_rows(leaf: Any) -> Any:
