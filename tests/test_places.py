@@ -98,6 +98,7 @@ PLACES = [
         (environ | {"KERAS_DIST_RDZV": "a:7"}, Place(name, *numbers, 1, 2, "a", 7))
         for environ, name, *numbers in (
             (OPEN_MPI, "mpirun (Open MPI)", 1, 2),
+            (TORCHRUN, "torchrun", 3, 4),
             (PALS, "mpiexec (Cray PALS)", 3, 4),
         )
     ),

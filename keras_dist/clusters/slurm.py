@@ -8,7 +8,6 @@ from keras_dist.clusters.cluster import (
     MEETING,
     Cluster,
     Place,
-    add_meeting,
     read_number,
     read_text,
 )
@@ -46,7 +45,14 @@ class Slurm(Cluster):
         nodes = read_text(environ, _NODES, self.name)
         first = find_first_node(nodes)
         port = _FIRST_PORT + (job * _APART + step) % _NUM_PORTS
-        place = Place(
+        if rank == 0 and environ.get(_NODE, first) != first and MEETING not in environ:
+            raise ValueError(
+                "The other ranks look for rank 0 on the first node of the step. "
+                f"Received: {_NODE}={environ[_NODE]} on rank 0, and {_NODES}={nodes}, "
+                "as srun has divided the tasks. Set its node and a free port, before "
+                f"srun: export {MEETING}={environ[_NODE]}:{port}"
+            )
+        return Place(
             launcher=self.name,
             rank=rank,
             size=read_number(environ, _SIZE, self.name),
@@ -56,16 +62,6 @@ class Slurm(Cluster):
             port=port,
             variables=(_RANK, _SIZE, _LOCAL, _TASKS, _NODES),
         )
-        if environ.get(MEETING):
-            return add_meeting(place, environ)
-        if rank == 0 and (node := environ.get(_NODE, first)) != first:
-            raise ValueError(
-                "The other ranks look for rank 0 on the first node of the step. "
-                f"Received: {_NODE}={node} on rank 0, and {_NODES}={nodes}, as srun "
-                "has divided the tasks. Set its node and a free port, before srun: "
-                f"export {MEETING}={node}:{port}"
-            )
-        return place
 
 
 def find_first_node(text: str) -> str:

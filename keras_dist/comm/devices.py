@@ -78,7 +78,6 @@ def share_cpus(
     local_rank: int,
     local_size: int,
     num_cpus: int,
-    is_shared: bool = False,
     folder: Path = _CPUS,
 ) -> tuple[set[int], int]:
     """Return the CPUs of a rank, and its number of threads.
@@ -94,12 +93,11 @@ def share_cpus(
         cpus: CPUs on which this rank may run; a core has one for each thread.
         local_rank: Number of this rank on its host.
         local_size: Number of ranks on this host.
-        num_cpus: CPUs of the host, or of the container.
-        is_shared: Whether the ranks are known to share `cpus`.
+        num_cpus: CPUs that the ranks of this host have together.
         folder: A folder `cpuN` for each CPU, as the kernel describes it.
     """
     has_own = len(cpus) * local_size <= num_cpus and len(cpus) < num_cpus
-    if local_size == 1 or (has_own and not is_shared):
+    if local_size == 1 or has_own:
         return set(cpus), len(cpus)
     by_node: dict[str, dict[str, set[int]]] = {}
     for cpu in sorted(cpus):
@@ -139,8 +137,7 @@ def _set_threads(world: World, *, is_binding: bool) -> int:
         cpus,
         local_rank=world.local_rank,
         local_size=world.local_size,
-        num_cpus=_count_cpus(),
-        is_shared=is_binding,
+        num_cpus=len(cpus) if is_binding else _count_cpus(),
     )
     if threads == len(cpus):
         return threads
