@@ -321,7 +321,7 @@ def evaluate(
     is_open = mixin.has(model, DistributedStep)
     with (
         contextlib.nullcontext() if is_open else open_fit(model),
-        session_of(model).evaluate(feed, sums_metrics=True),
+        session_of(model).evaluate(model, feed, sums_metrics=True),
     ):
         return run_loop(model, "evaluate", local, loop)
 

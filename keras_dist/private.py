@@ -16,6 +16,7 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_dist import mixin
@@ -75,6 +76,21 @@ def keras_state() -> dict[str, Any]:
     """Return what Keras keeps for this thread, by name."""
     # A public function of the module that has the state.
     return vars(keras.utils.clear_session.__globals__[STATE])
+
+
+def skip_draws(state: Any, count: int, *, is_global: bool) -> Any:
+    """Return the state of a `SeedGenerator` after so many draws.
+
+    Args:
+        state: The state before.
+        count: Number of draws.
+        is_global: Whether functions of `keras.random` without a seed draw from it.
+    """
+    if not is_global:
+        return state + np.array([0, count], state.dtype)
+    for _ in range(count):
+        state = (state + 1) * 5387 % 933199
+    return state
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:

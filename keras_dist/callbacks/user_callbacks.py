@@ -18,6 +18,7 @@ from keras_dist.lines import warn
 from keras_dist.optimizer.step_context import Request
 from keras_dist.training.session import session_of
 from keras_dist.training.step import batch_logs
+from keras_dist.training.turns import preserve_states
 
 Marked = TypeVar("Marked")
 
@@ -235,22 +236,25 @@ class UserCallbacks(keras.callbacks.Callback):
         requests = session_of(self.model).traced.requests
         with _silent_on_other_ranks(), mixin.change(requests, is_shown=True):
             for callback in callbacks:
-                with self._scope_of(callback):
+                with self._scope_of(callback, hook):
                     getattr(callback, hook)(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _scope_of(self, callback: Any) -> Iterator[None]:
+    def _scope_of(self, callback: Any, hook: str) -> Iterator[None]:
         """Context for a callback; on the first rank only, it has no collectives."""
         if not runs_on_first_rank_only(callback):
             yield
             return
-        with (
-            run_alone(),
-            mixin.change(session_of(self.model), sums_metrics=False),  # no collectives
-            comm.without_collectives(),
+        session = session_of(self.model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(run_alone())
+            stack.enter_context(mixin.change(session, sums_metrics=False))
+            stack.enter_context(comm.without_collectives())
             # The next random numbers have to be the same on all ranks.
-            preserve_generators(),
-        ):
+            stack.enter_context(preserve_generators())
+            if "batch" not in hook:  # too slow for each batch
+                own = preserve_states(self.model, session.traced.noise)
+                stack.enter_context(own)
             yield
 
 

@@ -12,6 +12,7 @@
 - `same_values`: compare what has to be equal on all ranks
 - `state_trial`: metrics and state that the parts of a batch do not add up to
 - `batch_norm`: normalize by the statistics of the global batch
+- `turns`: what batches draw that ranks evaluate, or predict, in turn
 - `recorded_step`: a step in parts, gradients, allreduce and update, where XLA compiles
   the first and the last
 - `remember`: remember variables, and put them back

@@ -228,8 +228,8 @@ def prepare_optimizers(model: Any) -> None:
             scale_rate(outermost, *session.decided.rates)
 
 
-def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:
-    """Read the first batches as numbers, and return an iterator that has them again.
+def read_first(iterator: Any, count: int) -> tuple[list[Any], Callable[[], Any]]:
+    """Read the first batches as numbers, and return what makes an iterator with them.
 
     Keras's loop gives the train function an iterator, which it reads inside of a graph.
 
@@ -238,13 +238,12 @@ def read_first(iterator: Any, count: int) -> tuple[list[Any], Any]:
         count: How many batches to read: as many as one call reads.
     """
     batches = list(itertools.islice(iterator, count))
-    if batches:
-        iterator = _prepend(batches, iterator)
     # What Keras's adapters have in place of `None` in a data set is an `Optional`.
-    return keras.tree.map_structure(
+    found = keras.tree.map_structure(
         lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
         batches,
-    ), iterator
+    )
+    return found, lambda: _prepend(batches, iterator) if batches else iterator
 
 
 def _prepend(batches: list[Any], iterator: Any) -> Any:

@@ -26,6 +26,7 @@ from keras_dist.training.session import (
     Session,
     TracedFunctions,
     session_of,
+    traced_functions_of,
 )
 from keras_dist.training.step import DistributedStep
 
@@ -47,11 +48,7 @@ def open_fit(model: Any, decided: FitDecisions = _NOTHING) -> Iterator[Session]:
     private.check_hooks(type(model))
     keep_freed_memory()
     saving.begin_interval()
-    traced = TracedFunctions()
-    if outer is None:
-        traced = vars(model).get("_traced_functions", traced)
-        # Keras does not track attributes that are set so; it would save them.
-        object.__setattr__(model, "_traced_functions", traced)
+    traced = traced_functions_of(model) if outer is None else TracedFunctions()
     session = Session(traced, decided, outer=outer)
     object.__setattr__(model, "_distributed_session", session)
     mixin.add(model, DistributedStep)

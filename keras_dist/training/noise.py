@@ -57,8 +57,9 @@ class StepNoise:
         self._seed: int | None = None
         self._shared_seed: int | None = None
         # A step in which one is made would be traced once more.
-        self._generator = keras.random.SeedGenerator(0)
+        self._generator: Any = keras.random.SeedGenerator(0)
         self._begun: Any = None  # its state as the fit began
+        self._replaced: Any = None  # the generator of Keras
         self.own_draws: list[str] = []
 
     def prepare(self, model: Any, undo: contextlib.ExitStack) -> None:
@@ -74,15 +75,23 @@ class StepNoise:
             first = comm.broadcast((private.global_seed(), _next_keras_state()))
             self._shared_seed, self._begun = first
             self._generator.state.assign(self._begun)
+            state = private.keras_state()
+            # Callbacks and evaluations, too, draw from it, as on one process.
+            self._replaced = state.get(private.SEED_GENERATOR)
+            state[private.SEED_GENERATOR] = self._generator
             undo.callback(self._finish)
 
     def _finish(self) -> None:
         """Let `keras.random` go on as after a fit on one process."""
-        if self._has_drawn():
-            if private.keras_state().get(private.SEED_GENERATOR) is None:
+        state, has_drawn = private.keras_state(), self._has_drawn()
+        is_ours = state.get(private.SEED_GENERATOR) is self._generator
+        if is_ours:  # the user has set no other one
+            state[private.SEED_GENERATOR] = self._replaced
+            if has_drawn and self._replaced is None:
                 random.randint(1, int(1e9))  # as Keras, which draws a seed
-            set_keras_state(comm.to_array(self._generator.state))
-        self._begun = None
+            if has_drawn:
+                set_keras_state(comm.to_array(self._generator.state))
+        self._begun = self._replaced = None
 
     def _has_drawn(self) -> bool:
         now = comm.to_array(self._generator.state)
@@ -90,10 +99,20 @@ class StepNoise:
 
     def read_state(self) -> Any:
         """Return the state from which functions without a seed draw next, or `None`."""
-        if self._has_drawn():
-            return comm.to_array(self._generator.state)
         generator = private.keras_state().get(private.SEED_GENERATOR)
+        if self._begun is not None and not self._has_drawn():
+            generator = self._replaced  # nothing has drawn from ours
         return None if generator is None else comm.to_array(generator.state)
+
+    def list_states(self) -> list[Any]:
+        """List the states from which functions without a seed may draw."""
+        keras_own = private.keras_state().get(private.SEED_GENERATOR)
+        every: tuple[Any, ...] = self._generator, self._replaced, keras_own
+        return [g.state for g in every if g is not None]
+
+    def draw_batch_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which an evaluation's batch is traced, or run eagerly."""
+        return _draw_from(self._generator, lambda seed: seed)
 
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:

@@ -17,6 +17,8 @@ import tensorflow as tf
 from keras_dist import comm
 from keras_dist.data.feed import Feed
 from keras_dist.training.same_values import read_checksums
+from keras_dist.training.session import traced_functions_of
+from keras_dist.training.turns import TurnDraws
 
 # Predictions are gathered in pieces; this is the largest piece of one rank.
 _MESSAGE_BYTES = 64 * 2**20
@@ -41,7 +43,10 @@ def predict_in_turns(
     Raises:
         ValueError: On all ranks, if weights or outputs differ between the ranks.
     """
-    with comm.raise_on_all(), _count_rows(model) as counts:
+    session = vars(model).get("_distributed_session")
+    traced = traced_functions_of(model) if session is None else session.traced
+    turn = traced.draw_in_turn(model, "predict")
+    with comm.raise_on_all(), _count_rows(model, turn) as counts:
         # Before: a layer may count what it predicts.
         checksums = read_checksums(model.weights)
         outputs = predict(data.data)
@@ -59,6 +64,7 @@ def predict_in_turns(
         advice="Give every rank the same model, weights, data and arguments.",
         names={"the weights": "these are checksums"},
     )
+    turn.finish(has_rows=any(map(any, counts)))
     if not gather:
         return outputs
     local_bytes = [0 if leaf is None else _row_bytes(leaf) for leaf in leaves]
@@ -76,11 +82,15 @@ def predict_in_turns(
 
 
 @contextlib.contextmanager
-def _count_rows(model: Any) -> Iterator[list[list[int]]]:
+def _count_rows(model: Any, turn: TurnDraws) -> Iterator[list[list[int]]]:
     """Context manager that counts what `model.predict` returns for each batch.
 
     Keras's callbacks get outputs with nested names flattened, and of a batch of one row
     perhaps a number.
+
+    Args:
+        model: The model.
+        turn: What the batches draw.
 
     Yields:
         For each batch, the rows of each array of the outputs.
@@ -93,7 +103,8 @@ def _count_rows(model: Any) -> Iterator[list[list[int]]]:
     plain = model.predict_function
 
     def predict(data: Any) -> Any:
-        outputs = plain(data)
+        turn.find(lambda: plain(data), 1)
+        outputs = turn.run(lambda: plain(data), lambda: plain(data))
         leaves = keras.tree.flatten(outputs)
         counts.append([0 if leaf is None else int(leaf.shape[0]) for leaf in leaves])
         return outputs

@@ -19,6 +19,7 @@ from keras_dist.training.metric_state import MetricState, read_state, record_sta
 from keras_dist.training.metrics import UpdateCounts, list_own_metrics
 from keras_dist.training.noise import StepNoise
 from keras_dist.training.trial import Runner, Trial
+from keras_dist.training.turns import TurnDraws
 
 
 def _counter(value: Any) -> tf.Variable:
@@ -48,6 +49,7 @@ class TracedFunctions:
         requests: What this rank requests of all, and what all have agreed on.
         noise: What steps draw without a seed, on several ranks.
         starts: The states in which metrics of the user's have begun, by their id.
+        draws: What a batch of an evaluation, or a prediction, draws: see `TurnDraws`.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class TracedFunctions:
         self.steps = _counter(0)
         self.requests, self.noise = Requests(), StepNoise()
         self.starts: dict[int, MetricState] = {}
+        self.draws: dict[str, dict[int, int]] = {}
         self._compiled: tuple[Any, ...] = ()
         self._functions: tuple[Any, Any] = (None, None)  # of training and evaluation
         self._plain: tuple[Any, Any] = (None, None)
@@ -99,6 +102,12 @@ class TracedFunctions:
         """Set what the steps are traced with; `None` if they have to be tried."""
         self.trial, self.global_rows = trial, global_rows
         self.runner = runner if trial is not None and trial.is_open else None
+        if trial is None:
+            self.draws.clear()
+
+    def draw_in_turn(self, model: Any, name: str) -> TurnDraws:
+        """Begin an evaluation ("test"), or a prediction ("predict"), of all ranks."""
+        return TurnDraws(model, self.noise, self.draws, name)
 
     def is_reused(self, model: Any) -> bool:
         """Return True if `model` trains by the train function of the last fit."""
@@ -194,6 +203,7 @@ class Session:
         first_call: The first of these in this epoch.
         sums_metrics: Whether the state of metrics is summed over all ranks.
         evaluation: The data of the evaluation that is running; `None` in a training.
+        turn: What its batches draw, if all ranks run it.
         rows_restored: Rows of this epoch that the process before a resume trained on.
         undo: What undoes all changes to the model and its optimizers.
     """
@@ -209,6 +219,7 @@ class Session:
     first_call: int = 1
     sums_metrics: bool = False
     evaluation: Feed | None = None
+    turn: TurnDraws | None = None
     rows_restored: int = 0
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -291,19 +302,31 @@ class Session:
         return self.evaluation is not LOCAL_EVALUATION
 
     @contextlib.contextmanager
-    def evaluate(self, feed: Feed | None, **state: Any) -> Iterator[None]:
+    def evaluate(self, model: Any, feed: Feed | None, **state: Any) -> Iterator[None]:
         """Context manager in which Keras's loop evaluates a model on `feed`."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mixin.change(self, evaluation=feed, **state))
-            if self.runs_on_all():
-                stack.enter_context(self.raise_on_all())
-            yield
+        with mixin.change(self, evaluation=feed, turn=None, **state):
+            if comm.size() == 1 or not self.runs_on_all():
+                yield
+                return
+            with self.raise_on_all():
+                self.traced.noise.prepare(model, self.undo)
+                self.turn = self.traced.draw_in_turn(model, "test")
+                yield
+                self.turn.finish(has_rows=self.update_counts().has_rows)
 
     @contextlib.contextmanager
     def raise_on_all(self) -> Iterator[None]:
         """Context manager whose error, or that of its data, is raised on all ranks."""
         with comm.raise_on_all(), raise_own_errors(self.feeds):
             yield
+
+
+def traced_functions_of(model: Any) -> TracedFunctions:
+    """Return what a model keeps, which is new before its first fit."""
+    traced = vars(model).get("_traced_functions") or TracedFunctions()
+    # Keras does not track attributes that are set so; it would save them.
+    object.__setattr__(model, "_traced_functions", traced)
+    return traced
 
 
 def session_of(model: Any) -> Session:

@@ -79,7 +79,8 @@ class DistributedStep(PredictsAlone):
         data, rows = take_off(data)
         if comm.size() > 1:
             self._distributed_session.see_rows(rows.rows)
-        with step_context.enter(step_context.StepContext()):
+        noise = session_of(self).traced.noise
+        with step_context.enter(step_context.StepContext()), noise.draw_batch_numbers():
             return super().test_step(data)  # type: ignore[misc]
 
     def preprocess_samples(
@@ -109,7 +110,8 @@ class DistributedStep(PredictsAlone):
                 needs_batch, session.calls = _needs_batch(self), session.calls + 1
                 if needs_batch or session.may_try_again():
                     count = self.steps_per_execution
-                    batches, iterator = build.read_first(iterator, count)
+                    batches, again = build.read_first(iterator, count)
+                    iterator = again()
                     if batches:
                         batch, _ = session.split_data(batches[0])
                         (_start if needs_batch else _try_step)(self, batch)
@@ -121,6 +123,30 @@ class DistributedStep(PredictsAlone):
                 return logs
 
         self.train_function = train
+
+    def make_test_function(self: Any, force: bool = False) -> Any:
+        if comm.size() == 1 or (self.test_function is not None and not force):
+            return super().make_test_function(force)  # type: ignore[misc]
+        super().make_test_function(True)  # type: ignore[misc]
+        many = self.test_function
+        super().make_test_function(True)  # type: ignore[misc]
+        one = self.test_function
+
+        def run_one(iterator: Any) -> Any:
+            with mixin.change(self, steps_per_execution=1):
+                return one(iterator)
+
+        def test(iterator: Any) -> Any:
+            turn, count = session_of(self).turn, self.steps_per_execution
+            if turn is None:
+                return many(iterator)
+            if not turn.is_known:
+                batches, again = build.read_first(iterator, count)
+                turn.find(lambda: many(again()), len(batches))
+                iterator = again()
+            return turn.run(lambda: many(iterator), lambda: run_one(iterator), count)
+
+        self.test_function = test
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super().compute_loss  # type: ignore[misc]
@@ -142,7 +168,7 @@ class DistributedStep(PredictsAlone):
     def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
         session, is_validation = session_of(self), kwargs.get(private.CALLED_BY_FIT)
         feed = session.decided.validation if is_validation else LOCAL_EVALUATION
-        with session.evaluate(feed):
+        with session.evaluate(self, feed):
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def reset_metrics(self: Any) -> None:

@@ -166,6 +166,93 @@ def test_a_second_fit_goes_on_where_the_first_has_ended():
         np.testing.assert_allclose(own, other, 1e-8)
 
 
+class Samples(keras.Model):
+    """Draws in evaluations and predictions, too: by a seed and without one."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds, self.last = keras.random.SeedGenerator(5), layers.Dense(1)
+
+    def call(self, x, training=False):
+        x += 0.3 * keras.random.normal(ops.shape(x), seed=self.seeds)
+        return self.last(x * keras.random.uniform(ops.shape(x)))
+
+
+class DrawsAtEpochEnd(keras.callbacks.Callback):
+    """Predicts, and draws, on the first rank alone or on all."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model(np.ones((2, *VECTOR)))
+        keras.random.normal((3,))
+
+
+@pytest.mark.parametrize(
+    "how",
+    shortened(
+        ["run_eagerly", "steps_per_execution", "jit_compile", ""],
+        {"steps_per_execution"},
+    ),
+)
+def test_evaluations_and_predictions_draw_the_numbers_of_one_process(how):
+    """Of batches that are dealt, and the training goes on as after all of them."""
+    more: dict = {how: 2 if how == "steps_per_execution" else True} if how else {}
+    x, y = data_for(VECTOR)
+    found = []
+    for make, options in (
+        (lambda model: model, {}),
+        (keras_dist.DistributedModel, {"batch": "global"}),
+    ):
+        model, results = maker(Samples, **more)(), []
+        trainer = make(model)
+        # Five batches, or two of data of unknown length, for two ranks or three.
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(17)
+        for size, valid in (5, (x, y)), (None, (rows.filter(lambda *_: True),)):
+            fit = trainer.fit(
+                *(x, y, 7),
+                epochs=2,
+                verbose=0,
+                validation_data=valid if size else valid[0],
+                validation_batch_size=size,
+                callbacks=[DrawsAtEpochEnd()],
+                **options,
+            )
+            results.append([fit.history[name] for name in ("loss", "val_loss")])
+            results.append(trainer.evaluate(*valid, batch_size=size, verbose=0))
+            results.append(trainer.predict(x, batch_size=size or 17, verbose=0))
+        found.append([*results, *model.get_weights(), keras.random.uniform((2,))])
+    for own, expected in zip(*reversed(found), strict=True):
+        np.testing.assert_allclose(own, expected, 1e-8, 1e-9)
+
+
+def test_what_a_callback_of_the_first_rank_draws_is_put_back():
+    """The training draws as without it."""
+    drawing = keras_dist.first_rank_only(DrawsAtEpochEnd())
+    make = maker(Samples, run_eagerly=True)
+    assert_equals(make, data_for(VECTOR), options={"callbacks": [drawing]})
+
+
+class DrawsUnevenly(keras.Model):
+    """Draws more in some batches of an evaluation than in others."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds, self.last = keras.random.SeedGenerator(5), layers.Dense(1)
+
+    def call(self, x, training=False):
+        for _ in range(1 + (len(x) < 5)):
+            x += keras.random.normal(ops.shape(x), seed=self.seeds)
+        return self.last(x)
+
+
+def test_batches_that_draw_unevenly_are_named(world):
+    """No rank knows what the others' batches have drawn."""
+    model = keras_dist.DistributedModel(maker(DrawsUnevenly, run_eagerly=True)())
+    with warned("do not draw as many random numbers") as texts:
+        model.evaluate(*data_for(VECTOR), batch_size=5, verbose=0)
+    last = -(-NUM_ROWS // 5) - 1  # its number, of the batch that is short
+    assert len(texts) == (world.rank == last % world.size)
+
+
 def test_numbers_of_each_rank_are_named(world, caplog, monkeypatch):
     """Of `tf.random` without a seed, and of many that cannot be skipped; no others."""
 
