@@ -261,6 +261,17 @@ def random_operations(name: str) -> Any:
     return next(module for module in found if hasattr(module, name))
 
 
+def stateful_random_operations() -> Any:
+    """Return the module of the operations by which `tf.random` draws without a state.
+
+    They draw from what the kernel of each keeps.
+    """
+    draw = tf.random.normal
+    while hasattr(draw, "__wrapped__"):
+        draw = draw.__wrapped__
+    return draw.__globals__["gen_random_ops"]
+
+
 def operation_seed_generator() -> Any:
     """Return the `random.Random` that gives operations without a seed theirs.
 
