@@ -213,6 +213,11 @@ def inputs_of(dataset: Any) -> list[Any]:
     return [one for one in dataset._inputs() if one is not dataset]
 
 
+def variables_of_maps(dataset: Any) -> list[Any]:
+    """List the variables that functions of a data set read or change."""
+    return [v for f in dataset._functions() for v in f.function.graph.variables]
+
+
 def cache_file(dataset: Any) -> Any:
     """Return where a data set is cached, as a tensor; `None` if it is not."""
     return getattr(dataset, "_filename", None)

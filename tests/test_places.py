@@ -35,9 +35,15 @@ OPEN_MPI = variables(
 )
 MPICH = variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
 SLURM = variables(
-    "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_NODEID=1"
-    " SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=2(x2)"
+    "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_GTIDS=2,3"
+    " SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 SLURMD_NODENAME=n2"
     " SLURM_JOB_ID=7 SLURM_STEP_ID=0"
+)
+# `srun -w n2 -n1 python … : -w n1 -n2 python …`, as SLURM 22.05 describes rank 0.
+STEP = variables(
+    "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3 SLURM_LOCALID=0 SLURM_GTIDS=0"
+    " SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 SLURMD_NODENAME=n2"
+    " SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_JOB_ID=2 SLURM_STEP_ID=0"
 )
 TORCHRUN = variables(
     "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"
@@ -63,9 +69,7 @@ PLACES = [
         for more in (
             {"SLURM_PROCID": "0"},
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-            SLURM
-            | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-            | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+            SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
         )
     ),
     (
@@ -76,11 +80,25 @@ PLACES = [
         (SLURM | more, Place("srun", 2, 4, 0, 2, "n1", 20707))
         for more in ({}, {"PMI_RANK": "2", "PMI_SIZE": "4"})
     ),
+    *(
+        (STEP | more, Place("srun", rank, 3, local, count, address, 20202))
+        for more, rank, local, count, address in (
+            ({"KERAS_DIST_RDZV": "n2:20202"}, 0, 0, 1, "n2"),
+            (
+                variables(
+                    "SLURM_PROCID=2 SLURM_GTIDS=1,2 SLURM_LOCALID=1 SLURM_NODEID=1"
+                    " SLURMD_NODENAME=n1"
+                ),
+                *(2, 1, 2, "n1"),
+            ),
+        )
+    ),
     (PALS, Place("mpiexec (Cray PALS)", 3, 4, 1, 2)),
     *(
         (environ | {"KERAS_DIST_RDZV": "a:7"}, Place(name, *numbers, 1, 2, "a", 7))
         for environ, name, *numbers in (
             (OPEN_MPI, "mpirun (Open MPI)", 1, 2),
+            (TORCHRUN, "torchrun", 3, 4),
             (PALS, "mpiexec (Cray PALS)", 3, 4),
         )
     ),
@@ -146,7 +164,7 @@ def without(environ, name):
         (without(HOROVOD, "HOROVOD_SIZE"), "HOROVOD_SIZE=nothing"),
         (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE=nothing"),
         (without(SLURM, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST=nothing"),
-        (without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "TASKS_PER_NODE=nothing"),
+        (without(SLURM, "SLURM_GTIDS"), "SLURM_GTIDS=nothing"),
         (without(SLURM, "SLURM_JOB_ID"), "SLURM_JOB_ID=nothing"),
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR=nothing"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT=nothing"),
@@ -158,7 +176,8 @@ def without(environ, name):
         ({"TF_CONFIG": "{"}, "does not describe a cluster. Received: '{'"),
         (tf_config(worker=["a", "b"]), "does not describe a cluster"),
         (without(PODS, "KERAS_DIST_RDZV"), "KERAS_DIST_RDZV=nothing"),
-        (SLURM | {"SLURM_NODEID": "3"}, "rank 0 of 0 on its host.*SLURM_NODEID"),
+        (SLURM | {"SLURM_LOCALID": "3"}, "rank 3 of 2 on its host.*SLURM_GTIDS"),
+        (STEP, "=n2 on rank 0.*export KERAS_DIST_RDZV=n2:20202"),
         (TORCHRUN | {"LOCAL_RANK": "x"}, "Received: LOCAL_RANK=x"),
         (tf_config(["worker"], 0), "is not one of the workers"),
         (TORCHRUN | {"MASTER_PORT": "65535"}, "port 65536.*MASTER_PORT"),
@@ -226,9 +245,7 @@ def test_a_package_may_bring_a_launcher(tmp_path):
 
 def test_a_launcher_that_srun_has_started_counts():
     """One task on each node starts torchrun, or Open MPI's daemons."""
-    daemons = SLURM | variables(
-        "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2)"
-    )
+    daemons = SLURM | variables("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2")
     assert find_place(daemons | OPEN_MPI).launcher == "mpirun (Open MPI)"
     assert find_place(daemons | TORCHRUN).launcher == "torchrun"
     assert find_place(SLURM | HOROVOD).launcher == "horovodrun"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from keras_dist.clusters.by_mpi4py import Mpi4py
-from keras_dist.clusters.cluster import Cluster, Place
+from keras_dist.clusters.cluster import MEETING, Cluster, Place, add_meeting
 from keras_dist.clusters.numbered import (
     Flux,
     HorovodVariables,
@@ -80,6 +80,8 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     if not found:
         return None
     first = found[0].place(environ)
+    if environ.get(MEETING):
+        first = add_meeting(first, environ)
     if len(found) > 1:
         other = found[1].place(environ)
         raise ValueError(

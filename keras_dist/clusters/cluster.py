@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-# Where rank 0 is to serve a meeting, under a launcher that does not say it.
+# Where rank 0 is to serve a meeting, instead of where the launcher says, if it does.
 MEETING = "KERAS_DIST_RDZV"
 
 

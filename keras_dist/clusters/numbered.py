@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from keras_dist.clusters.cluster import (
-    MEETING,
     Cluster,
     Place,
     add_meeting,
@@ -54,23 +53,14 @@ class HorovodVariables(NumberVariables):
         return self.variables[0] in environ  # one rank is a job, too
 
 
-class MpiVariables(NumberVariables):
-    """A launcher that connects ranks by MPI; or they meet at `KERAS_DIST_RDZV`.
+class OpenMpi(NumberVariables):
+    """`mpirun` of Open MPI.
 
-    The first needs a Horovod that was built with MPI.
+    MPI connects the ranks if Horovod was built with it; else `KERAS_DIST_RDZV` does.
     """
 
-    key: ClassVar[str] = "mpi"
-
-    def place(self, environ: Mapping[str, str]) -> Place:
-        place = super().place(environ)
-        return add_meeting(place, environ) if environ.get(MEETING) else place
-
-
-class OpenMpi(MpiVariables):
-    """`mpirun` of Open MPI."""
-
     name: ClassVar[str] = "mpirun (Open MPI)"
+    key: ClassVar[str] = "mpi"
     variables = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -83,13 +73,14 @@ class OpenMpi(MpiVariables):
 _ALSO_PMI = "PALS_RANKID", "FLUX_TASK_RANK"
 
 
-class Mpich(MpiVariables):
+class Mpich(NumberVariables):
     """`mpirun` of MPICH and Intel MPI; not others that set PMI_RANK, such as SLURM.
 
     Both set it in a batch script of SLURM, where rank 0 has SLURM's number by chance.
     """
 
     name: ClassVar[str] = "mpirun (MPICH)"
+    key: ClassVar[str] = OpenMpi.key
     variables = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
@@ -100,7 +91,7 @@ class Mpich(MpiVariables):
         return super().is_here(environ) and (is_mpi or not is_other)
 
 
-class Pals(MpiVariables):
+class Pals(NumberVariables):
     """`mpiexec` of Cray PALS (ALCF, and other machines of HPE with PBS)."""
 
     name: ClassVar[str] = "mpiexec (Cray PALS)"
@@ -131,7 +122,7 @@ class Flux(NumberVariables):
         each, more = divmod(size, nodes)
         local_size = each + (rank < more * (each + 1))
         place = Place(self.name, rank, size, local_rank, local_size, variables=names)
-        if nodes > 1 or environ.get(MEETING):
+        if nodes > 1:
             return add_meeting(place, environ)
         job = environ.get("FLUX_JOB_ID", "")
         port = 20_000 + zlib.crc32(job.encode()) % 10_000

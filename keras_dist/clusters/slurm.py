@@ -4,14 +4,22 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import Cluster, Place, read_number, read_text
+from keras_dist.clusters.cluster import (
+    MEETING,
+    Cluster,
+    Place,
+    read_number,
+    read_text,
+)
 
 # Of the step, and not of the job, which may be larger.
 NUMBERS = _RANK, _SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
-_LOCAL = "SLURM_LOCALID"
-_NODES, _NODE = "SLURM_STEP_NODELIST", "SLURM_NODEID"
-_COUNTS = "SLURM_STEP_TASKS_PER_NODE"
+_NUM_NODES, _NODES = "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
 _JOB, _STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
+
+# They describe this node also in a heterogeneous step (`srun -n1 : -n2`), which numbers
+# its nodes in another order than SLURM_STEP_TASKS_PER_NODE has.
+_LOCAL, _TASKS, _NODE = "SLURM_LOCALID", "SLURM_GTIDS", "SLURMD_NODENAME"
 
 # Ports of the rendezvous. Steps of different jobs may begin on one host.
 _FIRST_PORT, _NUM_PORTS, _APART = 20_000, 10_000, 101
@@ -29,21 +37,30 @@ class Slurm(Cluster):
     @staticmethod
     def has_one_task_per_node(environ: Mapping[str, str]) -> bool:
         """Return True if the step has one task on each node, as for other launchers."""
-        return set(expand_counts(environ.get(_COUNTS, ""))) == {1}
+        return environ.get(_SIZE) == environ.get(_NUM_NODES)
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        names = (_JOB, _STEP, _NODE)
-        job, step, node = (read_number(environ, name, self.name) for name in names)
-        counts = expand_counts(read_text(environ, _COUNTS, self.name))
+        names = (_JOB, _STEP, _RANK)
+        job, step, rank = (read_number(environ, name, self.name) for name in names)
+        nodes = read_text(environ, _NODES, self.name)
+        first = find_first_node(nodes)
+        port = _FIRST_PORT + (job * _APART + step) % _NUM_PORTS
+        if rank == 0 and environ.get(_NODE, first) != first and MEETING not in environ:
+            raise ValueError(
+                "The other ranks look for rank 0 on the first node of the step. "
+                f"Received: {_NODE}={environ[_NODE]} on rank 0, and {_NODES}={nodes}, "
+                "as srun has divided the tasks. Set its node and a free port, before "
+                f"srun: export {MEETING}={environ[_NODE]}:{port}"
+            )
         return Place(
             launcher=self.name,
-            rank=read_number(environ, _RANK, self.name),
+            rank=rank,
             size=read_number(environ, _SIZE, self.name),
             local_rank=read_number(environ, _LOCAL, self.name),
-            local_size=counts[node] if node < len(counts) else 0,
-            address=find_first_node(read_text(environ, _NODES, self.name)),
-            port=_FIRST_PORT + (job * _APART + step) % _NUM_PORTS,
-            variables=(_RANK, _SIZE, _LOCAL, _NODE, _NODES, _COUNTS),
+            local_size=read_text(environ, _TASKS, self.name).count(",") + 1,
+            address=first,
+            port=port,
+            variables=(_RANK, _SIZE, _LOCAL, _TASKS, _NODES),
         )
 
 
@@ -55,13 +72,3 @@ def find_first_node(text: str) -> str:
     """
     names = re.match(r"(?:[^,\[]|\[[^\]]*\])*", text)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", names[0] if names else "")
-
-
-def expand_counts(text: str) -> list[int]:
-    """Return the number of tasks on each node.
-
-    >>> expand_counts("2(x3),1")
-    [2, 2, 2, 1]
-    """
-    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in pairs for _ in range(int(times or 1))]

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,9 @@ from keras_dist.comm.world import World
 
 # "0": do not bind ranks to cores of their own.
 _BIND = "KERAS_DIST_BIND"
+
+# Where the kernel says which CPUs are threads of one core, and in which NUMA node.
+_CPUS = Path("/sys/devices/system/cpu")
 
 # If the user has set one of these, the number of threads is not changed.
 _THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
@@ -69,42 +72,53 @@ def choose_device(world: World, *, is_binding: bool = False) -> Device:
     return Device("CPU", 0, _set_threads(world, is_binding=is_binding))
 
 
-def rank_cores(cores: Sequence[int], *, local_rank: int, local_size: int) -> set[int]:
-    """Cores of one rank: the same number for each rank, and no core for two ranks.
+def share_cpus(
+    cpus: Collection[int],
+    *,
+    local_rank: int,
+    local_size: int,
+    num_cpus: int,
+    folder: Path = _CPUS,
+) -> tuple[set[int], int]:
+    """Return the CPUs of a rank, and its number of threads.
 
-    If there are fewer cores than ranks, each rank gets all of them.
+    Each rank gets the same number of whole cores, with all of their threads, in one
+    NUMA node where they fit. If there are fewer cores than ranks, they share all cores.
 
-    >>> rank_cores([0, 1, 2, 5, 6], local_rank=1, local_size=2)
-    {2, 5}
-    >>> rank_cores([0, 1], local_rank=1, local_size=3)
-    {0, 1}
-    """
-    each = len(cores) // local_size
-    return set(sorted(cores)[local_rank * each :][:each] if each else cores)
-
-
-def has_own_cores(count: int, *, local_size: int, num_cores: int) -> bool:
-    """Return True if a launcher has bound each rank to cores of its own.
-
-    `srun` with task/affinity does, and `mpirun --bind-to core`. A mask that all ranks
-    share has all cores of the host or container, or too many for each rank to have as
-    many.
+    A rank keeps all of `cpus` if a launcher has bound each rank to some of its own, as
+    `srun` with task/affinity and `mpirun --bind-to core` do: a mask that ranks share
+    has all CPUs of the host or container, or too many for each rank to have as many.
 
     Args:
-        count: Cores of this rank.
-        local_size: Ranks on this host.
-        num_cores: Cores of the host, or of the container.
-
-    >>> has_own_cores(2, local_size=4, num_cores=8)
-    True
-    >>> has_own_cores(8, local_size=4, num_cores=8)
-    False
+        cpus: CPUs on which this rank may run; a core has one for each thread.
+        local_rank: Number of this rank on its host.
+        local_size: Number of ranks on this host.
+        num_cpus: CPUs that the ranks of this host have together.
+        folder: A folder `cpuN` for each CPU, as the kernel describes it.
     """
-    return count * local_size <= num_cores and count < num_cores
+    has_own = len(cpus) * local_size <= num_cpus and len(cpus) < num_cpus
+    if local_size == 1 or has_own:
+        return set(cpus), len(cpus)
+    by_node: dict[str, dict[str, set[int]]] = {}
+    for cpu in sorted(cpus):
+        node = next((path.name for path in folder.glob(f"cpu{cpu}/node*")), "")
+        siblings = folder / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        core = siblings.read_text() if siblings.exists() else str(cpu)
+        by_node.setdefault(node, {}).setdefault(core, set()).add(cpu)
+    each = sum(map(len, by_node.values())) // local_size
+    if not each:
+        return set(cpus), max(1, len(cpus) // local_size)
+    inside, rest = list[set[int]](), list[set[int]]()
+    for node_cores in by_node.values():
+        cores = list(node_cores.values())
+        end = len(cores) - len(cores) % each
+        inside, rest = inside + cores[:end], rest + cores[end:]
+    own = set[int]().union(*(inside + rest)[local_rank * each :][:each])
+    return own, len(own)
 
 
-def _count_cores() -> int:
-    """Count the cores of the control group of this process, or of the host."""
+def _count_cpus() -> int:
+    """Count the CPUs of the control group of this process, or of the host."""
     with contextlib.suppress(OSError, ValueError):
         group = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
         path = Path(f"/sys/fs/cgroup{group}/cpuset.cpus.effective")
@@ -118,30 +132,31 @@ def _set_threads(world: World, *, is_binding: bool) -> int:
     chosen = tf.config.threading.get_intra_op_parallelism_threads()
     if chosen or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return int(chosen)
-    cores = sorted(os.sched_getaffinity(0))
-    has_own = not is_binding and has_own_cores(
-        len(cores), local_size=world.local_size, num_cores=_count_cores()
+    cpus = os.sched_getaffinity(0)
+    own, threads = share_cpus(
+        cpus,
+        local_rank=world.local_rank,
+        local_size=world.local_size,
+        num_cpus=len(cpus) if is_binding else _count_cpus(),
     )
-    if world.local_size == 1 or has_own:
-        return len(cores)
-    threads = max(1, len(cores) // world.local_size)
+    if threads == len(cpus):
+        return threads
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.
-    is_binding |= len(cores) == os.cpu_count()
+    is_binding |= len(cpus) == os.cpu_count()
     if is_binding and os.environ.get(_BIND) != "0":
-        local = {"local_rank": world.local_rank, "local_size": world.local_size}
         for thread in os.listdir("/proc/self/task"):  # new threads inherit it
             with contextlib.suppress(OSError):  # the thread may have ended by now
-                os.sched_setaffinity(int(thread), rank_cores(cores, **local))
+                os.sched_setaffinity(int(thread), own)
     try:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         if not tf.config.threading.get_inter_op_parallelism_threads():
             tf.config.threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:
         _warn_too_late(
-            f"{world.local_size} ranks with {len(cores)} threads each share "
-            f"{len(cores)} cores"
+            f"{world.local_size} ranks with {len(cpus)} threads each share "
+            f"{len(cpus)} cores"
         )
-        return len(cores)
+        return len(cpus)
     return threads
 
 

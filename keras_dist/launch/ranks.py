@@ -89,8 +89,7 @@ def run_ranks(
             so that they can save, but soon if it is `FAILED`, and at once if it is that
             of SIGKILL.
     """
-    output, save_seconds = Output(command.log_dir), TimeLimits().save
-    ranks: list[_Rank] = []
+    output, ranks = Output(command.log_dir), list[_Rank]()
     failed_at = None
     rank_process.adopt_orphans()  # where the parent of a rank is killed
     try:
@@ -106,7 +105,7 @@ def run_ranks(
                     break
         ends = [rank.find_end() for rank in ranks]
     finally:
-        _end([rank.process for rank in ranks], output, stop, save_seconds)
+        _end([rank.process for rank in ranks], output, stop)
     return Report(ends, all(rank.find_end().is_saved for rank in ranks))
 
 
@@ -167,11 +166,10 @@ def _end(
     processes: Sequence[subprocess.Popen[bytes]],
     output: Output,
     stop: Callable[[], int],
-    save_seconds: float,
 ) -> None:
     """End ranks, and all that they have started; `stop` is as of `run_ranks`."""
     number = stop()
-    end = time.monotonic() + (save_seconds if number > 0 else _END_SECONDS)
+    end = time.monotonic() + (TimeLimits().save if number > 0 else _END_SECONDS)
     for process in processes:
         process.send_signal(SIGINT if number == SIGINT else SIGTERM)
     while any(each.poll() is None for each in processes) and time.monotonic() < end:

@@ -133,9 +133,8 @@ class Store(ThreadingTCPServer):
             raise OSError(
                 f"The job's store cannot listen at {address}:{port}. Received: "
                 f"{error}. Another program may use the port: start the job again, or "
-                "name another port on all hosts (--rdzv, MASTER_PORT, TF_CONFIG, "
-                "KERAS_DIST_RDZV; under srun, the port follows from the numbers of "
-                "job and step)."
+                "name another port on all hosts (--rdzv, MASTER_PORT, TF_CONFIG; "
+                "KERAS_DIST_RDZV under srun and Kubernetes)."
             ) from error
         # The address and port at which this host reaches it.
         self.address = found or LOOPBACK

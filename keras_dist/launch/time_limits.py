@@ -10,12 +10,12 @@ STALL = "KERAS_DIST_STALL_SECONDS"
 
 def _read(variable: str, default: float) -> float:
     """Return a field with what the variable holds when the object is made."""
-    unit = "seconds"
-    return field(
-        default_factory=lambda: read_number(
-            os.environ.get(variable) or default, name=variable, unit=unit
-        )
-    )
+
+    def read() -> float:
+        value = os.environ.get(variable) or default
+        return read_number(value, name=variable, unit="seconds")
+
+    return field(default_factory=read)
 
 
 @dataclass(frozen=True)

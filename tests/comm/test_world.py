@@ -7,7 +7,7 @@ from harness.forked import alone
 
 from keras_dist.clusters import Place
 from keras_dist.comm import horovod_transport, runtime
-from keras_dist.comm.devices import Device, has_own_cores
+from keras_dist.comm.devices import Device
 from keras_dist.comm.world import check_not_elastic, check_not_stranded
 
 # Variables of two tasks, as each program sets them for the second one.
@@ -41,23 +41,6 @@ def test_a_task_that_is_alone_trains(monkeypatch, environ):
     monkeypatch.setattr(os, "environ", environ)
     check_not_stranded()
     check_not_elastic()
-
-
-@pytest.mark.parametrize(
-    ("count", "local_size", "num_cores", "has_own"),
-    [
-        (2, 4, 8, True),  # task/affinity, `mpirun --bind-to core`
-        (1, 2, 8, True),
-        (8, 4, 8, False),  # no masks: all ranks share all cores
-        (4, 4, 4, False),  # a container
-        (4, 4, 8, False),  # half of a host, for all ranks together
-        (3, 3, 8, False),
-    ],
-)
-def test_ranks_that_are_bound_keep_their_cores(count, local_size, num_cores, has_own):
-    """Others share the cores of their mask."""
-    how = {"local_size": local_size, "num_cores": num_cores}
-    assert has_own_cores(count, **how) == has_own
 
 
 _INIT = """

@@ -113,9 +113,8 @@ def slurm(rank, size, port):
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(size),
         "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
+        "SLURM_GTIDS": ",".join(map(str, range(size))),
         "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": str(size),
         "SLURM_JOB_ID": str(port),
         "SLURM_STEP_ID": "0",
     }

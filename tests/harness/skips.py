@@ -10,7 +10,7 @@ import pytest
 
 
 class Skips:
-    """Plugin that looks at the reason of each skipped test.
+    """Plugin that looks at the reason of each skipped test and file.
 
     Args:
         expected: A regular expression for all that may be skipped.
@@ -19,12 +19,16 @@ class Skips:
     def __init__(self, expected: str) -> None:
         self._expected, self._found = re.compile(expected), dict[str, str]()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(
+        self, report: pytest.TestReport | pytest.CollectReport
+    ) -> None:
         """Note the reason."""
         if report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2]
             if not self._expected.search(reason):
                 self._found[report.nodeid] = reason
+
+    pytest_collectreport = pytest_runtest_logreport  # of a whole file
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail."""

@@ -20,7 +20,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
@@ -94,6 +94,7 @@ class Slurm:
             "SLURM_CONF": str(config),
             "PYTHONPATH": PYTHONPATH,
             "KERAS_DIST_SECRET": "a secret of these tests",
+            "SLURM_CPU_BIND": "none",  # or the first core of both nodes has all tasks
         }
 
     def start(self, *words: object, **variables: str) -> "subprocess.Popen[str]":

@@ -19,10 +19,9 @@ def test_a_name_that_only_the_first_node_knows_is_looked_up_by_slurm(net, folder
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_LOCALID": "0",
         "SLURM_STEP_NODELIST": "a,b",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }
     tasks = []
     for number, name in enumerate("ab"):
-        own = slurm(number, 2, 4242) | step | {"SLURM_NODEID": str(number)}
+        own = slurm(number, 2, 4242) | step | {"SLURM_GTIDS": str(number)}
         tasks.append(net.start(name, [sys.executable, "-c", CODE], **own))
     assert outputs(tasks)[0].count("ranks [0, 1]") == 2

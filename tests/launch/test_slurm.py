@@ -1,13 +1,17 @@
 """Ranks under a real SLURM; left out, with the reason, where it is not installed."""
 
+import functools
 import json
+import os
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 from harness import slurm
-from harness.launching import RUN, until, wait_for_files, write_script
+from harness.launching import RUN, launch, until, wait_for_files, write_script
 
+from keras_dist.clusters import find_place
 from keras_dist.comm.rendezvous import decode_secret, encode_secret
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
@@ -22,29 +26,77 @@ def cluster(tmp_path_factory):
         yield found
 
 
-def assert_equals_one_process(cluster, path):
+@functools.cache
+def weights_of_one_process(ranks):
+    """The weights of plain Keras, with the batch of so many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch([TRAIN, f"{folder}/alone.npy", ranks], check=True)
+        return np.load(f"{folder}/alone.npy")
+
+
+def assert_equals_one_process(path, ranks=2):
     """The weights in a file are those of plain Keras, but for the order of sums."""
-    alone = path.with_name("alone.npy")
-    assert cluster.run(sys.executable, TRAIN, alone, 2).returncode == 0
-    np.testing.assert_allclose(np.load(path), np.load(alone), rtol=1e-4, atol=1e-6)
+    expected = weights_of_one_process(ranks)
+    np.testing.assert_allclose(np.load(path), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "variables"),
-    [(["-N2"], {"KERAS_DIST_SECRET": ""}), (["-N1", "--overcommit"], {})],
-    ids=["nodes", "node"],
-)
-def test_srun_trains_as_one_process(cluster, tmp_path, options, variables):
-    """Two tasks, on two nodes without a secret, or on one node."""
-    path, count = tmp_path / "weights.npy", 3 - int(options[0][-1])  # on each node
-    words = ["srun", "-n2", *options, sys.executable, TRAIN, path]
-    done = cluster.run(*words, **variables)
-    assert done.returncode == 0, done.stderr
-    found = [line for line in done.stdout.splitlines() if "found " in line]
-    found = sorted(json.loads(line.partition("found ")[2]) for line in found)
-    assert [each[:3] for each in found] == [[k, k % count, count] for k in range(2)]
-    assert len({each[4] for each in found}) == 1
-    assert_equals_one_process(cluster, path)
+def trained(done):
+    """Rank, local rank, local size, digest of the weights and cores of each rank."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if "found " in line]
+    return sorted(json.loads(line.partition("found ")[2]) for line in lines)
+
+
+def test_srun_trains_as_one_process(cluster, tmp_path):
+    """Two tasks, on two nodes without a secret."""
+    path = tmp_path / "weights.npy"
+    words = ["srun", "-N2", "-n2", sys.executable, TRAIN, path]
+    found = trained(cluster.run(*words, KERAS_DIST_SECRET=""))
+    assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 1]]
+    assert len({each[3] for each in found}) == 1
+    assert_equals_one_process(path)
+
+
+def test_tasks_that_srun_has_bound_keep_their_cores(cluster, tmp_path):
+    """By task/affinity, on one node; each has half of them."""
+    half, path = os.cpu_count() // 2, tmp_path / "weights.npy"
+    words = ["srun", "-N1", "-n2", f"-c{half}", "--cpu-bind=cores", sys.executable]
+    done = cluster.run(*words, TRAIN, path)
+    found = trained(done)
+    assert [each[:3] for each in found] == [[0, 0, 2], [1, 1, 2]]
+    first, second = (set(each[4]) for each in found)
+    assert len(first) == len(second) == half and not first & second
+    assert f"CPU, {half} thread" in done.stdout, done.stdout
+    assert_equals_one_process(path)
+
+
+_ENVIRON = """
+import json, os, pathlib, sys
+path = pathlib.Path(sys.argv[1], os.environ["SLURM_PROCID"])
+path.write_text(json.dumps(dict(os.environ)))
+"""
+
+
+def test_a_heterogeneous_step_trains_as_one_process(cluster, tmp_path):
+    """Rank 0 on the second node, two ranks on the first: an error says what to set."""
+
+    def run(*words, **variables):
+        first = ["-N1", "-n1", "-w", "n2", sys.executable, *words]
+        second = ["-N1", "-n2", "-w", "n1", sys.executable, *words]
+        words = ["salloc", "-N2", "-n4", "srun", *first, ":", *second]
+        return cluster.run(*words, **variables)
+
+    run("-c", _ENVIRON, tmp_path)
+    environs = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    places = [find_place(environ) for environ in environs[1:]]
+    numbers = [(each.rank, each.local_rank, each.local_size) for each in places]
+    assert numbers == [(1, 0, 2), (2, 1, 2)]
+    with pytest.raises(ValueError, match="export KERAS_DIST_RDZV=n2:") as error:
+        find_place(environs[0])
+    path, meeting = tmp_path / "weights.npy", str(error.value).rpartition("=")[2]
+    found = trained(run(TRAIN, path, KERAS_DIST_RDZV=meeting))
+    assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 2], [2, 1, 2]]
+    assert_equals_one_process(path, 3)
 
 
 _SECRETS = """
@@ -91,7 +143,7 @@ def test_tasks_that_are_ranks_save_at_sigusr1_and_go_on(cluster, tmp_path):
     assert process.returncode == 75, errors
     assert not path.exists()
     assert cluster.run(*words, path, **variables).returncode == 0
-    assert_equals_one_process(cluster, path)
+    assert_equals_one_process(path)
 
 
 def test_a_launcher_in_one_task_saves_at_sigusr1(cluster, tmp_path):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -33,16 +34,19 @@ def test_the_world_is_the_launchers(world):
 
 @pytest.mark.several_ranks
 def test_each_rank_keeps_to_its_own_cores(world):
-    """If there are enough; otherwise every rank uses all of them."""
+    """With all of their threads; or every rank uses all cores, if they are too few."""
+    own = os.sched_getaffinity(0)
     threads = tf.config.threading.get_intra_op_parallelism_threads()
-    assert threads == comm.device().threads >= 1
-    by_rank = keras_dist.gather(sorted(os.sched_getaffinity(0)))
+    assert comm.device().threads == (threads or len(own))
+    cpus = Path("/sys/devices/system/cpu")
+    files = [cpus / f"cpu{cpu}/topology/thread_siblings_list" for cpu in own]
+    by_rank = keras_dist.gather([file.read_text() for file in files])
     cores = {core for own in by_rank for core in own}
     if len(cores) < world.size:
         assert all(set(own) == cores for own in by_rank)
     else:
-        assert sum(map(len, by_rank)) == len(cores)
-        assert len(set(map(len, by_rank))) == 1
+        assert sum(len(set(own)) for own in by_rank) == len(cores)
+        assert len({len(set(own)) for own in by_rank}) == 1
 
 
 @pytest.mark.several_ranks

@@ -64,7 +64,9 @@ def rank_facts() -> dict[str, Any]:
         (gpu,) = tf.config.get_visible_devices("GPU")
         model = tf.config.experimental.get_device_details(gpu).get("device_name", "")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        name = f"GPU {gpu_number(device.index, visible)} {model}"
+        # As all processes of the host call it.
+        number = visible.split(",")[device.index] if visible else device.index
+        name = f"GPU {number} {model}"
     return {
         "host": os.environ.get("HOROVOD_HOSTNAME", "localhost"),
         "network": f"{interface} {addresses().get(interface, '')}".strip(),
@@ -74,15 +76,6 @@ def rank_facts() -> dict[str, Any]:
         "num_gpus": num_gpus(),
         "cores": sorted(os.sched_getaffinity(0)),
     }
-
-
-def gpu_number(index: int, visible: str | None) -> str:
-    """Return what all processes of a host call the GPU that is `index` in this one.
-
-    >>> gpu_number(1, None), gpu_number(1, "3,2")  # with CUDA_VISIBLE_DEVICES=3,2
-    ('1', '2')
-    """
-    return visible.split(",")[index] if visible else str(index)
 
 
 def check_alike(versions: Sequence[str], hosts: Sequence[str]) -> Result:

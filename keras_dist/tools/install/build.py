@@ -141,10 +141,11 @@ def build_environment(
         for name, value in environ.items()
         if not name.startswith("HOROVOD_") or name.startswith(_PASSED_PREFIX)
     }
-    folders, nccl_home = [folder / "tools" / "bin"], folder / "nccl"
+    tools, nccl_home = str(folder / "tools"), folder / "nccl"
+    folders = [f"{tools}/bin"]
     linker_flags = [environ.get("LDFLAGS", ""), _LINKER_FLAG]
     if choice.nccl and facts.cuda_home and facts.nccl:
-        folders.append(facts.cuda_home / "bin")
+        folders.append(f"{facts.cuda_home}/bin")
         site_packages = Path(sysconfig.get_path("platlib"))
         linker_flags.append(rpath_flag(facts.nccl.library.parent, site_packages))
         env |= {
@@ -157,18 +158,16 @@ def build_environment(
         }
     return env | {
         "CMAKE_GENERATOR": "Unix Makefiles",
-        "CXXFLAGS": _join(" ", [environ.get("CXXFLAGS", ""), CXX_FLAG]),
+        "CXXFLAGS": f"{environ.get('CXXFLAGS', '')} {CXX_FLAG}".strip(),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if choice.mpi else "HOROVOD_WITHOUT_MPI": "1",
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
-        "LDFLAGS": _join(" ", linker_flags),
+        "LDFLAGS": " ".join(filter(None, linker_flags)),
         "MAKEFLAGS": environ.get("MAKEFLAGS") or f"-j{len(os.sched_getaffinity(0))}",
-        "PATH": _join(os.pathsep, [*map(str, folders), environ.get("PATH", "")]),
-        "PYTHONPATH": _join(
-            os.pathsep, [str(folder / "tools"), environ.get("PYTHONPATH", "")]
-        ),
+        "PATH": os.pathsep.join(filter(None, [*folders, environ.get("PATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [tools, environ.get("PYTHONPATH")])),
     }
 
 
@@ -231,10 +230,6 @@ def link_cuda(toolkit: Path, home: Path) -> Path:
     for name in ("include", "nvvm"):
         (home / name).symlink_to(toolkit / name)
     return home
-
-
-def _join(separator: str, pieces: list[str]) -> str:
-    return separator.join(part for part in pieces if part)
 
 
 def patch_files() -> list[Path]:
