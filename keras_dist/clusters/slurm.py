@@ -4,13 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import (
-    MEETING,
-    Cluster,
-    Place,
-    read_number,
-    read_text,
-)
+from keras_dist.clusters.cluster import MEETING, Cluster, Place, read_number, read_text
 
 # Of the step, and not of the job, which may be larger.
 NUMBERS = _RANK, _SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
