@@ -19,16 +19,17 @@ class RankError(ValueError, TypeError, RuntimeError):
 
 
 def describe(error: Exception) -> str:
-    """Describe an error for other ranks: its message, after the name of its class.
+    """Describe an error for other ranks: class, message and notes.
 
-    The name is left out of those that a `RankError` is.
+    The class is left out of those that a `RankError` is.
 
     >>> describe(KeyError("tea")), describe(ValueError("no more tea"))
     ("KeyError: 'tea'", 'no more tea')
     """
     name = type(error).__name__
     is_plain = name in ("ValueError", "TypeError", "RuntimeError", "RankError")
-    return str(error) if is_plain else f"{name}: {error}"
+    text = str(error) if is_plain else f"{name}: {error}"
+    return "\n".join([text, *getattr(error, "__notes__", ())])
 
 
 def summarize(error: Exception) -> str:

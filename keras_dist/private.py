@@ -213,6 +213,11 @@ def inputs_of(dataset: Any) -> list[Any]:
     return [one for one in dataset._inputs() if one is not dataset]
 
 
+def variables_of_maps(dataset: Any) -> list[Any]:
+    """List the variables that functions of a data set read or change."""
+    return [v for f in dataset._functions() for v in f.function.graph.variables]
+
+
 def cache_file(dataset: Any) -> Any:
     """Return where a data set is cached, as a tensor; `None` if it is not."""
     return getattr(dataset, "_filename", None)
@@ -254,6 +259,17 @@ def random_operations(name: str) -> Any:
     modules = "gen_stateless_random_ops_v2", "gen_stateless_random_ops"
     found = (draw.__globals__[module] for module in modules)
     return next(module for module in found if hasattr(module, name))
+
+
+def stateful_random_operations() -> Any:
+    """Return the module of the operations by which `tf.random` draws without a state.
+
+    They draw from what the kernel of each keeps.
+    """
+    draw = tf.random.normal
+    while hasattr(draw, "__wrapped__"):
+        draw = draw.__wrapped__
+    return draw.__globals__["gen_random_ops"]
 
 
 def operation_seed_generator() -> Any:

@@ -130,6 +130,7 @@ def objects() -> dict[str, object]:
         "_get_control_flow_context": tf.Graph(),
         "_impl": private._cancellation().CancellationManager(),
         "_initialized": private._eager(),
+        "_functions": numbers,
         "_inputs": numbers.cache(),
         "_keras_mask": masked,
         "_metrics": keras.metrics.Mean(),

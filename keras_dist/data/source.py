@@ -28,6 +28,7 @@ from keras_dist.data.pipeline import (
     is_reshuffled,
     list_seeds,
     list_unshuffled_inputs,
+    preserve_variables,
 )
 from keras_dist.data.presharded import Presharded, find_presharded
 
@@ -263,7 +264,7 @@ class Source:
         (docs/decisions.md). Such an iterator is kept until a pass has been read.
         """
         dataset = as_untuned(dataset)
-        with preserve_generators():
+        with preserve_generators(), preserve_variables(dataset):
             if not has_cache_in_memory(dataset):
                 return list(dataset.take(count))
             self._held.append(iter(dataset))

@@ -133,7 +133,9 @@ class _Host:
             [(name, index, count) for name, count in counts for index in range(count)]
         )
         seed = str(int(self.meeting.nonce[:8], 16))  # after a restart, too
-        variables = {SEED: os.environ.get(SEED) or seed}
+        # Python's own decides the order of a set of text, such as a vocabulary.
+        names = SEED, "PYTHONHASHSEED"
+        variables = {name: os.environ.get(name) or seed for name in names}
         for start in itertools.count():
             if start:
                 variables[RESTART] = str(start)

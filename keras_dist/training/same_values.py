@@ -26,7 +26,8 @@ _ROUNDING = 1e-4
 
 _ADVICE = (
     "Seed what splits or shuffles them (`random_state=` of `train_test_split`, "
-    'keras.utils.set_random_seed), or pass shard="none" if each rank has its own rows.'
+    "keras.utils.set_random_seed), sort what was a set, or pass "
+    'shard="none" if each rank has its own rows.'
 )
 
 
@@ -77,7 +78,7 @@ def agree_on_constants(model: Any) -> None:
         f"The layer {layer.name!r} ({type(layer).__name__}) differs between the ranks: "
         "they would train different functions. Received: constants or a vocabulary on "
         f"rank {differing[1]} that differ from rank 0's. Adapt it to the same rows "
-        "on all ranks, and seed what is drawn (keras.utils.set_random_seed)."
+        "on all ranks, seed what is drawn (keras.utils.set_random_seed), and sort sets."
     )
     if type(layer).__module__.startswith("keras."):
         raise ValueError(text)

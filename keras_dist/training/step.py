@@ -27,6 +27,11 @@ from keras_dist.training.recorded_step import RecordedStep
 from keras_dist.training.remember import preserve_variables
 from keras_dist.training.session import LOCAL_EVALUATION, Session, session_of
 
+_WHOLE_BATCHES = (
+    "Train on one process (keras-dist run -np 1), or call `keras_dist.dist_fit(model, "
+    '…, batch="rank")`: then a rank has whole batches of its own.'
+)
+
 
 class PredictsAlone:
     """Mixin for a model: ranks predict other batches, so no step communicates."""
@@ -117,7 +122,7 @@ class DistributedStep(PredictsAlone):
                         (_start if needs_batch else _try_step)(self, batch)
                     if self.train_function is not train:
                         return self.train_function(iterator)
-                with _check_step_runs(self):
+                with _check_step_runs(self), _explain_parts(session):
                     logs = function(iterator)
                 _say_own_draws(session)
                 return logs
@@ -379,6 +384,9 @@ def _start(model: Any, batch: Any) -> None:
     traced, is_averaged = session.traced, comm.size() > 1 and averages_gradients(model)
     if traced.trial is None and is_averaged and not losses.needs_no_trial(model):
         _try_step(model, batch)
+    is_said = session.decided.is_verbose and session.decided.feed.plan.is_global
+    if is_said and comm.rank() == 0 and trial.explain_untriable(batch) == trial.UNEVEN:
+        say("batches: each on the first rank alone, since its tensors differ in length")
     global_rows = int(comm.sum(int(num_rows(batch))))
     traced.use_trial(traced.trial or trial.Trial(), global_rows, traced.runner)
 
@@ -403,17 +411,31 @@ def _try_step(model: Any, batch: Any) -> None:
 
 def _check_batch_weights(model: Any, batch: Any, reason: str) -> None:
     """Raise a `ValueError` if a step fails on other rows than some weights have."""
-    inputs = getattr(model, "inputs", None) or ()
-    rows = {int(num_rows(batch)), *(each.shape[0] for each in inputs)}
-    sizes = {v.path: tuple(v.shape) for v in model.weights if {*v.shape[:1]} & rows}
-    if sizes and reason.startswith(("InvalidArgumentError", "ValueError")):
+    rows = int(num_rows(batch))
+    sizes = {v.path: tuple(v.shape) for v in model.weights if rows in v.shape[:1]}
+    if sizes and trial.ON_PART in reason:
         raise ValueError(
             "The step fails on a part of a batch, and weights have an entry for each "
             f"row, of which each rank has a part. Received: {reason}, and weights of "
-            f"the shapes {sizes}. Train on one process (keras-dist run -np 1), or call "
-            '`keras_dist.dist_fit(model, …, batch="rank")`: then a rank has whole '
-            "batches of its own."
+            f"the shapes {sizes}. {_WHOLE_BATCHES}"
         )
+
+
+@contextlib.contextmanager
+def _explain_parts(session: Session) -> Iterator[None]:
+    """Context manager that adds to an error of a step what a rank's batch is."""
+    try:
+        yield
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        found = session.traced.trial
+        is_tried = found is not None and not found.reason
+        if comm.size() > 1 and session.decided.feed.plan.is_global and not is_tried:
+            error.add_note(
+                "Each rank has a part of each batch. A step that runs on one process "
+                "alone has a constant number of rows (take `keras.ops.shape(x)[0]`), "
+                f"or a first axis that is not the rows. {_WHOLE_BATCHES}"
+            )
+        raise
 
 
 def _results(

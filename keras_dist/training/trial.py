@@ -15,8 +15,8 @@ with other values of scalar variables that are 0; and what was 0 nevertheless is
 seen yet, and tried again on later batches.
 
 In a trial, a part draws its rows of the whole batch's random numbers, as a rank does,
-and `BatchNormalization` uses the statistics of the whole batch. A step that draws by
-`tf.random` is tried with rows that are repeated: that multiplies a sum, and not a mean.
+and has those that the whole drew by `tf.random`; `BatchNormalization` uses the
+statistics of the whole batch. A step that draws in another way counts as a mean.
 Afterwards all variables have the values that they had before.
 """
 
@@ -64,6 +64,12 @@ from keras_dist.training.state_trial import (
     read_state,
 )
 
+# Why a batch has no parts, as the atoms of molecules and their labels.
+UNEVEN = "the parts of the batch differ in length"
+
+# In the reason why a step was not tried: it runs on a batch, and not on a part of it.
+ON_PART = "on a part of the batch"
+
 # The kind of gradients that were 0.
 NOT_SEEN = "not seen yet"
 
@@ -80,8 +86,15 @@ _TOLERANCE, _TOLERANCE_OF_NUMBERS, _TOLERANCE_IN_HALF = 2e-3, 1e-4, 5e-2
 # the remainder.
 _NOT_ZERO, _NOT_ZERO_INTEGER = 1.0, 10_007
 
-# How often rows are repeated where a step is random, and how often that is run.
-_TIMES, _RUNS = 4, 4
+# TensorFlow's operations that draw numbers of a shape from what they keep themselves.
+_DRAWS = (
+    "random_gamma",
+    "random_poisson_v2",
+    "random_standard_normal",
+    "random_uniform",
+    "random_uniform_int",
+    "truncated_normal",
+)
 
 # At the start the scale of Keras lets many gradients of float16 overflow.
 _LOSS_SCALE = 128.0
@@ -256,7 +269,7 @@ def explain_untriable(data: Any) -> str:
         return "the batch has no axis of rows"
     lengths = {int(leaf.shape[0]) for leaf in leaves}
     if len(lengths) > 1:
-        return "the parts of the batch differ in length"
+        return UNEVEN
     return "the batch has one row" if lengths.pop() < 2 else ""
 
 
@@ -299,19 +312,47 @@ class TrialRun:
     """One run of a step in its trial: `StepContext.trial`.
 
     Args:
-        begin: The first row of this part.
+        rows: How many rows this part has.
+        begin: The first one.
         fraction: The rows of this part, as a fraction of the whole.
         shared: What the run of the whole shared; `None` in that run.
+        in_blocks: Whether draws for several numbers a row begin with one for each row.
     """
 
-    def __init__(self, begin: Any, fraction: Any, shared: Any) -> None:
-        self._begin, self._fraction = begin, fraction
+    def __init__(
+        self, rows: Any, begin: Any, fraction: Any, shared: Any, *, in_blocks: bool
+    ) -> None:
+        self._rows, self._begin, self._fraction = rows, begin, fraction
+        self._in_blocks, self._graph = in_blocks, tf.compat.v1.get_default_graph()
         self._given = None if shared is None else iter(shared)
         self._row_bytes = 0
         self.shared: list[Any] = []
         self.numbers: dict[StepPlace, Any] = {}
         self.gatherable: dict[StepPlace, int] = {}  # bytes of a row
-        self.has_gathered = self.has_own_draws = False
+        self.has_gathered = self.has_own_draws = self.has_shared_draws = False
+
+    def draw(self, plain: Any, shape: Any, *args: Any, **arguments: Any) -> Any:
+        """Draw numbers of a shape; a part has its rows of those of the whole."""
+        if tf.compat.v1.get_default_graph() is not self._graph:  # as in a loop
+            self.has_own_draws = True
+            return plain(shape, *args, **arguments)
+        self.has_shared_draws = True
+        if self._given is None:
+            self.shared.append(plain(shape, *args, **arguments))
+            return self.shared[-1]
+        whole = next(self._given)
+        if not whole.shape.rank:
+            return whole
+        # Entries of the first axis: all of them, some for each row, or of no row.
+        entries, count = tf.shape(whole)[0], tf.cast(shape, tf.int32)[0]
+        times = tf.where(tf.equal(count, entries), 0, count // self._rows)
+        pieces = tf.maximum(times, 1) if self._in_blocks else 1
+        begin = self._begin * times // pieces
+        numbers = tf.reshape(whole, [pieces, entries // pieces, -1])
+        return tf.reshape(
+            numbers[:, begin : begin + count // pieces],
+            tf.concat([[count], tf.shape(whole)[1:]], 0),
+        )
 
     def take_from_whole(self, value: Any) -> Any:
         """Return the value that the run of the whole batch had here."""
@@ -371,11 +412,11 @@ class Runner:
         self._kinds = LossKinds()
         self._functions: dict[Any, Any] = {}
         self._generator = keras.random.SeedGenerator(0)
-        self._is_of_fixed_rows = False
+        self._is_of_fixed_rows = self._in_blocks = False
         # Of the last run, or trace:
         self._places: list[StepPlace] = []
         self._gatherable: dict[StepPlace, float] = {}
-        self._has_gathered = self._has_own_draws = False
+        self._has_gathered = self._has_own_draws = self._has_shared_draws = False
         self._changed: list[Any] = []
         self._untracked: list[StateDifference] = []
         halves = {"float16", "bfloat16"}
@@ -392,16 +433,25 @@ class Runner:
             for leaf in leaves
         ]
         self._rows = int(self._leaves[0].shape[0])
-        found, zeros = self._compare_parts(), self._list_zeros()
+        found, zeros = self._compare_layouts(), self._list_zeros()
         if zeros:
             with preserve_variables(zeros), contextlib.suppress(Exception):
                 for variable in zeros:
                     is_float = variable.dtype.is_floating
                     variable.assign(_NOT_ZERO if is_float else _NOT_ZERO_INTEGER)
                 names = [variable.name.partition(":")[0] for variable in zeros]
-                others = replace(self._compare_parts(), states=(), nonzero=names)
+                others = replace(self._compare_layouts(), states=(), nonzero=names)
                 found = found.add(others)
         return found
+
+    def _compare_layouts(self) -> Trial:
+        """Compare the whole batch with two parts, whose draws may be in blocks."""
+        found = self._compare_parts()
+        if "neither" not in found.updates or not self._has_shared_draws:
+            return found
+        with mixin.change(self, _in_blocks=True):
+            others = self._compare_parts()
+        return found if "neither" in others.updates else others
 
     def _compare_parts(self) -> Trial:
         """Compare the whole batch with two parts, which are not equally long."""
@@ -414,15 +464,18 @@ class Runner:
             return Trial()
 
         def run_parts() -> list[Run]:
-            return [
-                self._run(
-                    [_slice(leaf, begin, end) for leaf in self._leaves],
-                    begin=begin,
-                    fraction=(end - begin) / self._rows,
-                    shared=whole.shared,
-                )
-                for begin, end in ((0, cut), (cut, self._rows))
-            ]
+            try:
+                return [
+                    self._run(
+                        [_slice(leaf, begin, end) for leaf in self._leaves],
+                        begin=begin,
+                        fraction=(end - begin) / self._rows,
+                        shared=whole.shared,
+                    )
+                    for begin, end in ((0, cut), (cut, self._rows))
+                ]
+            except Exception as error:
+                raise ValueError(f"{ON_PART}, {summarize(error)}") from error
 
         def mix(place: StepPlace, parts: list[Run]) -> float:
             pairs = zip(parts, fractions, strict=True)
@@ -467,38 +520,10 @@ class Runner:
         states = compare_metrics(*runs) + compare_weights(*runs)
         states += name_logs(self.model, whole.state, differing)
         if (states or "neither" in updates.values()) and self._is_random(whole):
-            return self._find_by_repeating()
+            return Trial(states=self._untracked, reason="its runs are random")
         states += self._untracked
         found = numbers | updates
         return Trial(found, difference, self._gatherable, weights, states)
-
-    def _find_by_repeating(self) -> Trial:
-        """Compare some rows with the same rows repeated: that multiplies a sum.
-
-        Random numbers make all of their gradients differ, by less the more rows there
-        are. So a mean becomes shorter, by at most √4, and a sum longer, by at least √4.
-        """
-        few = [_slice(leaf, 0, max(1, self._rows // 4)) for leaf in self._leaves]
-        many = [_repeat(leaf) for leaf in few]
-
-        def run_both() -> list[list[Run]]:
-            return [
-                [self._run(few) for _ in range(_RUNS)],
-                [self._run(many, fraction=float(_TIMES)) for _ in range(_RUNS)],
-            ]
-
-        def judge(place: StepPlace, both: list[list[Run]]) -> str | None:
-            means = [abs(np.mean([r.numbers[place] for r in runs])) for runs in both]
-            return _find_growth(*means, least=_TIMES**0.5)
-
-        numbers, both = self._find_numbers(run_both(), run_both, judge)
-        for index in range(len(both[0][0].gradients)):
-            means = [
-                np.mean([_norm(r.gradients[index].values()) for r in runs])
-                for runs in both
-            ]
-            numbers["apply", index] = _find_growth(*means, least=_TIMES**0.25)
-        return Trial(numbers, states=self._untracked)
 
     def _find_numbers(
         self, runs: Any, run: Callable[[], Any], judge: Callable[[StepPlace, Any], Any]
@@ -523,7 +548,8 @@ class Runner:
         if self._has_own_draws:
             return True
         self._kinds = LossKinds()  # which the whole was traced with
-        again = self._compare_updates(whole, [self._run(self._leaves)], [1.0])
+        run = self._run(self._leaves, shared=whole.shared)
+        again = self._compare_updates(whole, [run], [1.0])
         return "neither" in again[0].values()
 
     def _compare_updates(
@@ -649,7 +675,7 @@ class Runner:
 
     def _trace(self, specs: Iterable[Any], shared: Any) -> Any:
         specs = list(specs)
-        key = shared is None, self._kinds, tuple(specs)
+        key = shared is None, self._in_blocks, self._kinds, tuple(specs)
         if key not in self._functions:
             step = tf.function(self._step_on, autograph=False)
             self._functions[key] = step.get_concrete_function(
@@ -667,9 +693,9 @@ class Runner:
         data = keras.tree.map_structure(
             lambda leaf: None if leaf is None else next(rest), self._data
         )
-        run = TrialRun(begin, fraction, shared)
         calls: list[Recorded] = []
         rows, global_rows = num_rows(data), self._rows * comm.size()
+        run = TrialRun(rows, begin, fraction, shared, in_blocks=self._in_blocks)
         context = StepContext(
             rows=rows,
             length=rows,
@@ -679,14 +705,17 @@ class Runner:
             recorded=calls,
             trial=run,
         )
-        with (
-            step_context.enter(context),
-            step_context.run_inline(),
-            draw_rows(self._generator, lambda seed: seed),
-        ):
+        operations = private.stateful_random_operations()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(step_context.enter(context))
+            stack.enter_context(step_context.run_inline())
+            stack.enter_context(draw_rows(self._generator, lambda seed: seed))
+            for name in _DRAWS:
+                stack.enter_context(mixin.replace_method(operations, name, run.draw))
             split_step(self.model, self._step, self._kinds)(data)
         self._has_gathered = run.has_gathered
         self._has_own_draws |= run.has_own_draws
+        self._has_shared_draws |= run.has_shared_draws
         self._gatherable = {
             place: found * global_rows / 2**20
             for place, found in run.gatherable.items()
@@ -733,13 +762,6 @@ def _kind(size: float, of_mean: float, of_sum: float, tolerance: float) -> str |
     return "sum" if of_sum <= tolerance else "neither"
 
 
-def _find_growth(before: Any, after: Any, *, least: float) -> str | None:
-    """Return the kind of what has grown with the number of rows, or has not."""
-    if not (np.isfinite(before) and np.isfinite(after) and before):
-        return None
-    return "sum" if after > least * before else "mean"
-
-
 def _has_gradients(whole: Run, part: Run) -> bool:
     """Return True if a part has each gradient, and loss, that the whole has."""
     pairs = zip(whole.gradients, part.gradients, strict=True)
@@ -772,12 +794,6 @@ def _slice(leaf: Any, begin: int, end: int) -> Any:
         size = [end - begin, *leaf.dense_shape.numpy()[1:]]
         return tf.sparse.slice(leaf, [begin, *rest], size)
     return leaf[begin:end]
-
-
-def _repeat(leaf: Any) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.sparse.concat(0, [leaf] * _TIMES)
-    return tf.concat([leaf] * _TIMES, 0)
 
 
 def _any_rows(leaf: Any) -> Any:

@@ -253,12 +253,13 @@ def assert_equal_to_the_bit(model):
 
 
 def gather_errors(kind, call):
-    """Call on every rank; returns name and message of each error, or `None`."""
+    """Call on every rank; returns class and text of each error, or `None`."""
     found = None
     try:
         call()
     except kind as error:
-        found = type(error).__name__, str(error)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        found = type(error).__name__, text
     return keras_dist.gather(found)
 
 

@@ -1,4 +1,7 @@
-"""A script without a seed draws the same on all ranks, before and after a fit."""
+"""A script without a seed draws the same on all ranks, before and after a fit.
+
+And a set of text has the same order there.
+"""
 
 import re
 
@@ -11,6 +14,7 @@ import numpy as np
 if "seeds" in sys.argv:
     random.seed(3); np.random.seed(4)
 print("drawn", random.random(), np.random.rand(), np.random.randn())
+print("set", list({f"word {number}" for number in range(20)}))
 """
 
 TRAINS = """
@@ -44,7 +48,10 @@ def test_the_first_draws_of_a_script(tmp_path):
     command = [write_script(tmp_path, DRAWS)]
 
     def draw(*arguments, **env):
-        return lines(launch([*command, *arguments], ranks=2, env=env), "drawn")
+        done = launch([*command, *arguments], ranks=2, env=env)
+        first, second = lines(done, "set")
+        assert first == second != []  # the order of a vocabulary
+        return lines(done, "drawn")
 
     one, other = draw(), draw()
     assert one[0] == one[1] and other[0] == other[1] and one[0] and one != other

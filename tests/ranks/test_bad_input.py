@@ -79,24 +79,44 @@ class PerRow(keras.layers.Layer):
         return x * self.each
 
 
+class Constant(keras.Model):
+    """Its step has the rows of a batch as a constant, and a weight that looks so."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(units), keras.layers.Dense(1)
+
+    def call(self, x):
+        """With a number for each of twelve rows."""
+        return self.last(self.first(x)) + keras.random.normal((12, 1))
+
+    def train_step(self, data):
+        """As Keras's, so that it is tried."""
+        return super().train_step(data)
+
+
 @pytest.mark.three_ranks
 @pytest.mark.several_ranks
-@pytest.mark.parametrize("rows", [None, 12])
-def test_weights_for_each_row_in_a_global_batch(world, rows):
+@pytest.mark.parametrize("kind", ["weight", "input", "constant"])
+def test_steps_for_a_number_of_rows_in_a_global_batch(world, kind):
     """An error that leads to one process, or to batches of each rank's own."""
 
     def make():
-        inputs = [] if rows is None else [keras.Input((3,), batch_size=rows)]
-        model = keras.Sequential([*inputs, PerRow(), keras.layers.Dense(1)])
+        inputs = [keras.Input((3,), batch_size=12)] if kind == "input" else []
+        model: keras.Model = Constant(12 // world.size)
+        if kind != "constant":
+            model = keras.Sequential([*inputs, PerRow(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         return model
 
     x = np.ones((72, 3))
     call = fit(make(), x, x[:, :1], batch_size=12, batch="global")
-    texts = "weights have an entry for each row", "keras-dist run -np 1"
-    raises_everywhere(ValueError, call, *texts, 'batch="rank"')
+    texts = "keras-dist run -np 1", 'batch="rank"'
+    errors = raises_everywhere((ValueError, TypeError), call, *texts)
+    text = "weights have an entry for each row"
+    assert all((text in error) == (kind == "weight") for error in errors)
     fit(make(), x, x[:, :1], batch_size=12, batch="rank")()
-    if rows is None:  # of ranks with other numbers of rows
+    if kind == "weight":  # of ranks with other numbers of rows
         call = fit(make(), x, x[:, :1], batch_size=11, batch="global")
         raises_everywhere(ValueError, call, "keras-dist run -np 1")
 

@@ -113,6 +113,19 @@ def test_batches_of_a_data_set_have_the_numbers_of_one_process(batch):
     assert_equals(make, data, 7 if batch == "global" else 2, batch=batch)
 
 
+def test_layers_in_a_map_have_the_numbers_of_one_process():
+    """The first batches, which are read before the fit, do not move them."""
+    x, y = data_for(VECTOR)
+
+    def data(size):
+        noise = layers.GaussianNoise(0.5, seed=3)
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+        return rows.map(lambda a, b: (noise(a, training=True), b), 1).prefetch(2)
+
+    make = maker(lambda: stack(VECTOR, lambda: layers.Dense(3)), run_eagerly=True)
+    assert_equals(make, data, 7)
+
+
 class Draws(keras.Model):
     """Keeps the numbers of its last step: one array for each kind and dtype."""
 

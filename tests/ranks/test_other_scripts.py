@@ -341,8 +341,11 @@ def merged(batch_size):
 
 @pytest.mark.several_ranks
 @slow_on_three
-def test_batches_whose_tensors_differ_in_length():
-    """They are whole, in training and in validation, and weigh by their targets."""
+def test_batches_whose_tensors_differ_in_length(world, capsys):
+    """They are whole, in training and in validation, and weigh by their targets.
+
+    A line says that the first rank has all of a global batch.
+    """
 
     def make():
         adam = keras.optimizers.Adam(0.01)
@@ -354,6 +357,9 @@ def test_batches_whose_tensors_differ_in_length():
     # Not the losses: Keras weighs batches by their atoms.
     how = {"epochs": 2, "tolerance": 2e-5, "logs": ("mae", "val_mae")}
     assert_equals_one_process(make, data, 2, **how)
+    keras_dist.dist_fit(make(), merged(4), verbose=2, batch="global")
+    is_said = "batches: each on the first rank alone" in capsys.readouterr().out
+    assert is_said == (world.rank == 0)
 
 
 class OfPairs(Tracked):

@@ -149,13 +149,19 @@ def test_a_variable_outside_of_the_model_is_named(world):
 
 
 def test_random_steps_are_not_blamed(world):
-    """Two runs of the same batch differ, too."""
+    """Two runs of the same batch differ, too; but for numbers that the parts share."""
 
     class Noise(keras.layers.Layer):
-        def call(self, x):
-            return x + tf.random.normal(ops.shape(x), dtype="float64")
+        def __init__(self, draw):
+            super().__init__()
+            self.draw = draw
 
-    messages, _ = messages_of([Noise()], [PerBatch()])
+        def call(self, x):
+            return x + self.draw(x)
+
+    messages, _ = messages_of([Noise(tf.random.shuffle)], [PerBatch()])
     assert not [text for text in messages if "per_batch" in text]
-    messages, _ = messages_of([keras.layers.GaussianNoise(1.0)], [PerBatch()])
-    assert len(messages) == (world.rank == 0)  # this noise is the same in each part
+    shared = Noise(lambda x: tf.random.normal(ops.shape(x), dtype="float64"))
+    for layer in shared, keras.layers.GaussianNoise(1.0):
+        messages, _ = messages_of([layer], [PerBatch()])
+        assert len(messages) == (world.rank == 0)

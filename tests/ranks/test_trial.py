@@ -61,6 +61,19 @@ class Steps(keras.Sequential):
             if self.way in REDUCES:
                 noise = tf.random.normal(tf.shape(p), dtype=p.dtype)
                 loss = REDUCES[self.way](tf.square(y - p + 0.1 * noise))
+            if self.way == "noisy_blocks":  # as a GAN's labels of both kinds of rows
+                both = tf.concat([p, self(x**2, training=True)], 0)
+                noise = tf.random.uniform(tf.shape(both), dtype=p.dtype)
+                loss = tf.reduce_mean(tf.square(both - noise))
+            if self.way == "noisy_pairs":
+                noise = tf.random.normal(tf.shape(x), dtype=p.dtype)
+                alike = p @ tf.transpose(self(x + 0.1 * noise, training=True))
+                labels = tf.range(tf.shape(x)[0])
+                error = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, alike)
+                loss = tf.reduce_mean(error)
+            if self.way == "noise":
+                noise = tf.random.normal(tf.shape(x), dtype=p.dtype)
+                loss = tf.reduce_mean(self(noise, training=True) ** 2)
         gradients = tape.gradient(loss, variables)
         if self.way == "clip":
             gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
@@ -325,11 +338,20 @@ def test_a_step_that_they_equal_is_not(way):
 
 
 @pytest.mark.parametrize(
-    ("way", "kind"), [("noisy_sum", "sum"), ("noisy_mean", "mean")]
+    ("way", "kind"),
+    [
+        ("noisy_sum", "sum"),
+        ("noisy_mean", "mean"),
+        ("noisy_blocks", "mean"),
+        ("noisy_pairs", "neither"),
+        ("noise", "mean"),
+    ],
 )
 def test_a_random_sum_is_told_from_a_random_mean(way, kind):
-    """By rows that are repeated; `Dropout` does not count."""
-    assert keras_dist.check_split(make(way, rate=0.5), X, Y).kinds == (kind,)
+    """By the numbers of the whole batch, also if few rows are normalized."""
+    model = make(way, rate=0.5, normalizes=way == "noise")
+    rows = 4 if way == "noise" else 48
+    assert keras_dist.check_split(model, X[:rows], Y[:rows]).kinds == (kind,)
 
 
 def test_the_trial_uses_up_no_random_number(world):
