@@ -39,12 +39,19 @@ SLURM = variables(
     " SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 SLURMD_NODENAME=n2"
     " SLURM_JOB_ID=7 SLURM_STEP_ID=0"
 )
-# `srun -w n2 -n1 python … : -w n1 -n2 python …`, as SLURM 22.05 describes rank 0.
+# `srun -w n2 -n1 python … : -w n1 -n2 python …`, as SLURM 22.05 describes rank 0: in
+# an allocation for one job, in one for a heterogeneous job, and if it makes its own.
 STEP = variables(
     "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3 SLURM_LOCALID=0 SLURM_GTIDS=0"
     " SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_NUM_NODES=2 SLURMD_NODENAME=n2"
     " SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_JOB_ID=2 SLURM_STEP_ID=0"
+    " SLURM_JOB_NODELIST=n[1-2]"
 )
+HET_JOB = STEP | variables(
+    "SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n2"
+    " SLURM_JOB_NODELIST_HET_GROUP_1=n1"
+)
+PACK_JOB = {name.replace("_HET_G", "_PACK_G"): HET_JOB[name] for name in HET_JOB}
 TORCHRUN = variables(
     "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"
     " MASTER_ADDR=a MASTER_PORT=29400"
@@ -81,17 +88,26 @@ PLACES = [
         for more in ({}, {"PMI_RANK": "2", "PMI_SIZE": "4"})
     ),
     *(
-        (STEP | more, Place("srun", rank, 3, local, count, address, 20202))
-        for more, rank, local, count, address in (
-            ({"KERAS_DIST_RDZV": "n2:20202"}, 0, 0, 1, "n2"),
+        (environ | more, Place("srun", rank, 3, local, count, "n2", 20202))
+        for environ in (HET_JOB, PACK_JOB, STEP | {"KERAS_DIST_RDZV": "n2:20202"})
+        for more, rank, local, count in (
+            ({}, 0, 0, 1),
             (
                 variables(
                     "SLURM_PROCID=2 SLURM_GTIDS=1,2 SLURM_LOCALID=1 SLURM_NODEID=1"
                     " SLURMD_NODENAME=n1"
                 ),
-                *(2, 1, 2, "n1"),
+                *(2, 1, 2),
             ),
         )
+    ),
+    (  # a step of the second component alone
+        HET_JOB
+        | variables(
+            "SLURM_JOB_NODELIST=n1 SLURM_STEP_NODELIST=n1 SLURM_STEP_NUM_TASKS=2"
+            " SLURM_GTIDS=0,1 SLURMD_NODENAME=n1"
+        ),
+        Place("srun", 0, 2, 0, 2, "n1", 20202),
     ),
     (PALS, Place("mpiexec (Cray PALS)", 3, 4, 1, 2)),
     *(

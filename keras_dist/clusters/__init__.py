@@ -72,8 +72,7 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
             f"{VARIABLE} names no launcher. Received: {VARIABLE}={choice}. Use one of "
             f"{keys}; or {NONE} for a process that is no rank."
         )
-    chosen = [each for each in every if choice in ("", each.key)]
-    found = [each for each in chosen if each.is_here(environ)]
+    found = [c for c in every if choice in ("", c.key) and c.is_here(environ)]
     if len(found) > 1 and Slurm.has_one_task_per_node(environ):
         # Such a step starts the daemons of other launchers.
         found = [cluster for cluster in found if cluster.name != Slurm.name]

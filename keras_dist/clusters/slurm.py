@@ -4,13 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from keras_dist.clusters.cluster import (
-    MEETING,
-    Cluster,
-    Place,
-    read_number,
-    read_text,
-)
+from keras_dist.clusters.cluster import MEETING, Cluster, Place, read_number, read_text
 
 # Of the step, and not of the job, which may be larger.
 NUMBERS = _RANK, _SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
@@ -20,6 +14,9 @@ _JOB, _STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
 # They describe this node also in a heterogeneous step (`srun -n1 : -n2`), which numbers
 # its nodes in another order than SLURM_STEP_TASKS_PER_NODE has.
 _LOCAL, _TASKS, _NODE = "SLURM_LOCALID", "SLURM_GTIDS", "SLURMD_NODENAME"
+
+# The nodes of all components of such a step, and of each; the first one has rank 0.
+_ALL, _COMPONENT = "SLURM_JOB_NODELIST", r"SLURM_JOB_NODELIST_(HET|PACK)_GROUP_\d+"
 
 # Ports of the rendezvous. Steps of different jobs may begin on one host.
 _FIRST_PORT, _NUM_PORTS, _APART = 20_000, 10_000, 101
@@ -43,14 +40,17 @@ class Slurm(Cluster):
         names = (_JOB, _STEP, _RANK)
         job, step, rank = (read_number(environ, name, self.name) for name in names)
         nodes = read_text(environ, _NODES, self.name)
+        parts = {k: v for k, v in environ.items() if re.fullmatch(_COMPONENT, k)}
+        if environ.get(_ALL) not in parts.values():  # of which this step has several
+            nodes = next((v for k, v in parts.items() if k.endswith("_0")), nodes)
         first = find_first_node(nodes)
         port = _FIRST_PORT + (job * _APART + step) % _NUM_PORTS
         if rank == 0 and environ.get(_NODE, first) != first and MEETING not in environ:
             raise ValueError(
-                "The other ranks look for rank 0 on the first node of the step. "
-                f"Received: {_NODE}={environ[_NODE]} on rank 0, and {_NODES}={nodes}, "
-                "as srun has divided the tasks. Set its node and a free port, before "
-                f"srun: export {MEETING}={environ[_NODE]}:{port}"
+                f"The other ranks look for rank 0 on {first}, the first node. "
+                f"Received: {_NODE}={environ[_NODE]} on rank 0, and {_NODES}="
+                f"{environ[_NODES]}, as srun has divided the tasks. Set its node and a "
+                f"free port, before srun: export {MEETING}={environ[_NODE]}:{port}"
             )
         return Place(
             launcher=self.name,

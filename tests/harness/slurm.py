@@ -23,6 +23,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1
 ReturnToService=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
