@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from keras_dist import private
 from keras_dist.data.arrays import RAGGED_OR_SPARSE
-from keras_dist.data.draws import preserve_generators
+from keras_dist.data.draws import get_states, preserve_generators, set_states
 from keras_dist.data.pipeline import (
     as_untuned,
     count_batches,
@@ -80,6 +80,8 @@ class Source:
         note: What the plan says of it, beside how it is sharded.
         is_read_by_all: Whether every rank makes all batches of a sequence. A look then
             draws random numbers, as that of Keras does.
+        is_validation: Whether Keras looks at it after the first epoch alone.
+        has_drawn: Whether a look has drawn from `random` or `numpy.random`.
         lengths: Of presharded data, the batches in a pass of each rank, `math.inf`, or
             `None` if unknown.
 
@@ -99,7 +101,7 @@ class Source:
         self.has_seeded_passes = False
         if isinstance(data, tf.data.Dataset):
             self.kind, self.has_seeded_passes = "dataset", has_seeded_passes(data)
-        self.is_read_by_all = False
+        self.is_read_by_all = self.is_validation = self.has_drawn = False
         self._buffered: list[Any] = []
         self._kept: list[Any] | None = None
         self._held: list[Any] = []
@@ -141,7 +143,8 @@ class Source:
             if not self._buffered:
                 self._skip_read_ahead(self.data)
             more = 0 if self._unread else max(count - len(self._buffered), 0)
-            self._buffered += itertools.islice(self.data, more)
+            with self._look(restores=self.is_validation):
+                self._buffered += itertools.islice(self.data, more)
             return self._buffered[:count]
         if self.has_seeded_passes and self.length is None:
             # The next pass goes on with this one: another would have another order.
@@ -153,14 +156,21 @@ class Source:
         if self.kind == "dataset":
             return self._first_batches(self.data, count)
         if self._kept is None or len(self._kept) < count:
-            with contextlib.ExitStack() as stack:
-                if not self.is_read_by_all:
-                    stack.enter_context(preserve_generators())
+            with self._look(restores=not self.is_read_by_all):
                 looks = list(itertools.islice(self, count))
             if self.kind != "sequence" and not self.is_sent:
                 return looks
             self._kept = looks
         return self._kept[:count]
+
+    @contextlib.contextmanager
+    def _look(self, *, restores: bool) -> Iterator[None]:
+        """Context manager in which batches are read before their pass."""
+        begin = get_states()
+        yield
+        self.has_drawn |= repr(begin) != repr(get_states())
+        if restores:
+            set_states(begin)
 
     def drop_looks(self) -> None:
         """Forget the batches of a look: a pass over a sequence begins."""

@@ -114,6 +114,7 @@ class StepContext:
         rows_of_all: Rows of the batches of all ranks, if known without a collective.
         global_rows: Rows of all ranks in the first step, a number that all ranks agree
             on; `None` if unknown.
+        shares_batch: Whether the ranks have rows of one batch: other axes are equal.
         is_compiled: Whether XLA compiles this part of the step, so that no collective
             can be in it.
         is_keras_path: Whether Keras's own code alone computes the update from the loss:
@@ -140,6 +141,7 @@ class StepContext:
     step: Any = None
     rows_of_all: Any = None
     global_rows: int | None = None
+    shares_batch: bool = False
     is_compiled: bool = False
     is_keras_path: bool = False
     requests: Requests | None = None

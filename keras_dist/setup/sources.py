@@ -25,6 +25,7 @@ from keras_dist.lines import warn
 from keras_dist.setup.arguments import Options
 
 # In the plan, behind how the data is sharded.
+_DRAWS = "; its random numbers do not move those of the training"
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
 _MAY_BE_SHUFFLED = (
     "If they are shuffled without a seed, rows are left out or come twice: pass "
@@ -172,6 +173,7 @@ def compare(
     comm.agree(facts, advice="Give every rank the same kind of data.")
     for name, source in sources.items():
         source.is_read_by_all = context.is_global and name == "training"
+        source.is_validation = name == "validation"
         if source.is_sent:
             # Each of them is a collective: so before any block of one rank.
             source.first(2 if name == "training" else max(2, comm.size()))
@@ -240,6 +242,8 @@ def _compare_batches(sources: Mapping[str, Source]) -> None:
         if note is not None and names:
             note += _note_on_generators(name, source, names)
         source.is_replicated, source.note = note is not None, note or ""
+        if source.is_validation and source.has_drawn:
+            source.note += _DRAWS
         is_divided = source.is_replicated and not source.is_read_by_all
         if is_divided and source.kind == "sequence" and not states[0]:
             _warn_about_position(name, source, own[name][0])

@@ -203,8 +203,16 @@ def _gather_tensors(
     """
     if context.trial is not None:
         return [context.trial.gather(t, is_known=is_shared) for t in tensors]
-    count = tf.shape(_take_counted(tensors[0], context))[:1]
-    counts = comm.gather_rows(count, name=comm.name_of("row_counts"))
+    lengths = [tf.shape(_take_counted(tensors[0], context))[:1]]
+    lengths += [tf.shape(t)[1:] for t in tensors if None in t.shape[1:]]
+    lengths = tf.concat(lengths, 0)
+    every = comm.gather_rows(lengths[tf.newaxis], name=comm.name_of("row_counts"))
+    counts = every[:, 0]
+    if lengths.shape[0] > 1:
+        message = "Rows of a loss have other lengths on other ranks"
+        check = tf.debugging.assert_equal(every[:, 1:], every[:1, 1:], message)
+        with tf.control_dependencies([check] if check is not None else []):
+            counts = tf.identity(counts)
     begin = tf.reduce_sum(counts[: comm.rank()])
     end = begin + counts[comm.rank()]
 
@@ -270,12 +278,14 @@ def _why_not_gathered(
     if not all(isinstance(tensor, tf.Tensor) for tensor in tensors):
         return "ragged or sparse tensors"
     shapes = [tensor.shape for tensor in tensors if tensor.shape.rank]
-    if any(None in shape[1:] for shape in shapes):
+    is_known = all(None not in shape[1:] for shape in shapes)
+    if not (is_known or context.shares_batch):
         return f"rows of the shapes {shapes}, which may differ from rank to rank"
     if len({shape[0] for shape in shapes} - {None}) > 1:
         return f"targets and predictions of the shapes {shapes}"
     limit = most_mib()
-    mib = sum(map(row_bytes, tensors)) * (context.global_rows or 0) / 2**20
+    row_size = sum(map(row_bytes, tensors)) if is_known else 0  # the trial knew it
+    mib = row_size * (context.global_rows or 0) / 2**20
     if mib > limit:
         return (
             f"{mib:.1f} MiB of targets and predictions in a step, of which at most "

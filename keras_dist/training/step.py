@@ -255,6 +255,7 @@ def describe_step(model: Any, data: Any, rows: BatchRows) -> step_context.StepCo
         step=number,
         rows_of_all=rows.total,
         global_rows=session.traced.global_rows,
+        shares_batch=session.decided.feed.plan.is_global,
         is_keras_path=is_keras_path and not session.traced.is_split,
         requests=session.traced.requests,
         draw_common_numbers=session.traced.noise.draw_common_numbers,

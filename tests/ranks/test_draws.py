@@ -173,6 +173,25 @@ def test_validation_data_that_draws_leaves_the_training_data_alike(world):
     assert all(repr(state) == repr(states[0]) for state in states)
 
 
+def test_a_look_at_validation_data_leaves_the_training_its_numbers(world, capsys):
+    """Keras looks after the first epoch. The plan says that a pass leaves them, too."""
+
+    def batches(drawn):
+        while True:
+            drawn.append(np.random.random())
+            yield read(np.arange(12))
+
+    runs = []
+    for given in {}, {"validation_data": batches([]), "validation_steps": 1}:
+        np.random.seed(3)
+        runs.append([])
+        given |= {"steps_per_epoch": 4, "batch": "global", "verbose": 2}
+        keras_dist.dist_fit(counting_model(), batches(runs[-1]), **given)
+    assert runs[0][:4] == runs[1][:4]
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert ("do not move those of the training" in printed) == (world.rank == 0)
+
+
 def test_a_fit_in_a_callback_leaves_the_outer_fit_its_own_numbers(world):
     """Each rank adds noise of its own to its own rows, before and after it."""
     drawn = []

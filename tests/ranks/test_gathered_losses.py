@@ -257,3 +257,30 @@ def test_above_the_limit_it_is_said(world, name, monkeypatch):
     """Each rank then computes the loss from its own rows."""
     monkeypatch.setenv("KERAS_DIST_GATHER_MIB", "0.0001")
     assert bool(fit(name)) == (world.rank == 0)
+
+
+def test_rows_that_are_padded_with_their_batch():
+    """Each batch has another length, which all ranks have, and a step does not know."""
+    tokens = [RANDOM.integers(1, 9, 2 + 7 * number % 11) for number in range(33)]
+
+    def data(rows):
+        kind = tf.TensorSpec([None], tf.int64)
+        every = tf.data.Dataset.from_generator(lambda: tokens, output_signature=kind)
+        return every.map(lambda x: (x, x % 3)).padded_batch(rows)
+
+    def loss(y, p):
+        is_known = tf.cast(y > 0, p.dtype)
+        errors = keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+        return tf.reduce_sum(errors * is_known) / tf.reduce_sum(is_known)
+
+    def build():
+        keras.utils.set_random_seed(3)
+        embedding = keras.layers.Embedding(9, 4, mask_zero=True)
+        model = keras.Sequential([embedding, keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.5), loss)
+        return model
+
+    how = {"batch": "global", "epochs": 2, "tolerance": 1e-9, "logs": ()}
+    with warned("one process") as texts:
+        assert_equals_one_process(build, data, 10, **how)
+    assert not texts
