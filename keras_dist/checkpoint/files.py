@@ -177,11 +177,6 @@ class Folder:
                 os.remove(self.file(other))
         return self.file(number)
 
-    def newest_path(self) -> str:
-        """Return the path of the newest checkpoint; empty if there is none."""
-        numbers = self.numbers()
-        return self.file(max(numbers)) if numbers else ""
-
     @property
     def part(self) -> str:
         """Path of the file that is being written."""

@@ -252,7 +252,8 @@ class Saver(keras.callbacks.Callback):
             if in_epoch and not self._saves_within_epochs:
                 again = f"begins {where} again"
             if not is_written:
-                again = f"resumes from {folder.newest_path() or 'the beginning'}"
+                last = folder.number and folder.file(folder.number)
+                again = f"resumes from {last or 'the beginning'}"
                 where += f", and its checkpoint could not be written ({self._failure})"
             name = "SIGINT" if number == signal.SIGINT else "SIGTERM"
             say(f"keras_dist: received {name} in {where}; the same command {again}")

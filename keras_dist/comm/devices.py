@@ -84,6 +84,7 @@ def share_cpus(
 
     Each rank gets the same number of whole cores, with all of their threads, in one
     NUMA node where they fit. If there are fewer cores than ranks, they share all cores.
+    The number of threads is the same for all ranks, since results may depend on it.
 
     A rank keeps all of `cpus` if a launcher has bound each rank to some of its own, as
     `srun` with task/affinity and `mpirun --bind-to core` do: a mask that ranks share
@@ -113,8 +114,9 @@ def share_cpus(
         cores = list(node_cores.values())
         end = len(cores) - len(cores) % each
         inside, rest = inside + cores[:end], rest + cores[end:]
-    own = set[int]().union(*(inside + rest)[local_rank * each :][:each])
-    return own, len(own)
+    cores, begins = inside + rest, range(0, local_size * each, each)
+    shares = [set[int]().union(*cores[begin : begin + each]) for begin in begins]
+    return shares[local_rank], min(map(len, shares))
 
 
 def _count_cpus() -> int:

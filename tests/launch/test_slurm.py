@@ -9,7 +9,7 @@ import tempfile
 import numpy as np
 import pytest
 from harness import slurm
-from harness.launching import RUN, launch, until, wait_for_files, write_script
+from harness.launching import RUN, launch, until, wait_for_files
 
 from keras_dist.clusters import find_place
 from keras_dist.comm.rendezvous import decode_secret, encode_secret
@@ -41,17 +41,17 @@ def assert_equals_one_process(path, ranks=2):
 
 
 def trained(done):
-    """Rank, local rank, local size, digest of the weights and cores of each rank."""
+    """Of each rank: its numbers, digest of the weights, cores, digest of the secret."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if "found " in line]
     return sorted(json.loads(line.partition("found ")[2]) for line in lines)
 
 
+@pytest.mark.long
 def test_srun_trains_as_one_process(cluster, tmp_path):
-    """Two tasks, on two nodes without a secret."""
+    """Two tasks, on two nodes."""
     path = tmp_path / "weights.npy"
-    words = ["srun", "-N2", "-n2", sys.executable, TRAIN, path]
-    found = trained(cluster.run(*words, KERAS_DIST_SECRET=""))
+    found = trained(cluster.run("srun", "-N2", "-n2", sys.executable, TRAIN, path))
     assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 1]]
     assert len({each[3] for each in found}) == 1
     assert_equals_one_process(path)
@@ -78,7 +78,7 @@ path.write_text(json.dumps(dict(os.environ)))
 
 
 def test_a_heterogeneous_step_trains_as_one_process(cluster, tmp_path):
-    """With rank 0 on the second node, and two ranks on the first.
+    """With rank 0 on the second node, two ranks on the first, and a secret by munge.
 
     In an allocation that is not divided, nothing tells the others where rank 0 is.
     """
@@ -86,7 +86,8 @@ def test_a_heterogeneous_step_trains_as_one_process(cluster, tmp_path):
     def run(*words, within=()):
         first = ["-N1", "-n1", "-w", "n2", sys.executable, *words]
         second = ["-N1", "-n2", "-w", "n1", sys.executable, *words]
-        return cluster.run(*within, "srun", *first, ":", *second)
+        words = [*within, "srun", *first, ":", *second]
+        return cluster.run(*words, KERAS_DIST_SECRET="")
 
     run("-c", _ENVIRON, tmp_path, within=["salloc", "-N2", "-n4"])
     environs = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
@@ -98,23 +99,12 @@ def test_a_heterogeneous_step_trains_as_one_process(cluster, tmp_path):
     path = tmp_path / "weights.npy"
     found = trained(run(TRAIN, path))
     assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 2], [2, 1, 2]]
+    assert len({each[5] for each in found}) == 1
     assert_equals_one_process(path, 3)
 
 
-_SECRETS = """
-import os
-import keras_dist
-keras_dist.init()
-print("found", len(set(keras_dist.gather(os.environ["KERAS_DIST_SECRET"]))))
-"""
-
-
-def test_tasks_without_a_secret_have_one_by_munge(cluster, tmp_path):
-    """Which follows from nothing that another account knows, or could make."""
-    command = ["srun", "-n3", "-N2", "--overcommit", sys.executable]
-    script = write_script(tmp_path, _SECRETS)
-    done = cluster.run(*command, script, KERAS_DIST_SECRET="")
-    assert done.stdout.count("found 1\n") == 3, done.stdout + done.stderr
+def test_a_secret_of_munge_is_for_its_user_and_by_its_user(cluster):
+    """It follows from nothing that another account knows, or could make."""
     credential = encode_secret("tea")
     assert decode_secret(credential) == decode_secret(credential) == "tea"
     words = ["runuser", "-u", "munge", "--"]
