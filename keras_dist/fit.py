@@ -25,7 +25,7 @@ from keras_dist.data.division import StepsRule
 from keras_dist.data.feed import Feed, raise_own_errors
 from keras_dist.data.source import Source, is_alone
 from keras_dist.errors import check_choice
-from keras_dist.lines import find_caller, say, show
+from keras_dist.lines import find_caller, say, show, warn
 from keras_dist.optimizer.attach import is_distributed
 from keras_dist.optimizer.rate import LearningRateRule
 from keras_dist.plan import draw_box
@@ -187,6 +187,7 @@ def _train_on_data(
     context = sources.compare(compared, options, seed=seed, keras_seed=keras_seed)
     if loop is not None:  # the script is one for one process
         sources.warn_about_own_data(compared, options.shard)
+        _warn_about_backend()
     with open_checkpoints(options, context) as resumed:
         setup = prepare(
             model, arguments, options, resumed.context if resumed else context
@@ -206,6 +207,16 @@ def _train_on_data(
             if resumed is None:
                 reuse_train_function(model)
             return run_loop(model, "fit", arguments, loop)
+
+
+def _warn_about_backend() -> None:
+    """Warn on the first rank if the script has asked for another backend of Keras."""
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow" and comm.rank() == 0:
+        warn(
+            "Keras trains with TensorFlow: it was imported before the script's first "
+            f"line. Received: KERAS_BACKEND={backend}. Take that line out."
+        )
 
 
 _shown_sizes: set[int] = set()  # numbers of ranks that the script was told

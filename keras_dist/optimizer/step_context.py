@@ -23,10 +23,12 @@ class LossKinds:
     Args:
         sums: Places of sums over rows.
         gathered: Losses of `compile` that are computed from the rows of all ranks.
+        in_blocks: Whether draws of several numbers a row begin with one for each row.
     """
 
     sums: frozenset[StepPlace] = frozenset()
     gathered: frozenset[StepPlace] = frozenset()
+    in_blocks: bool = False
 
 
 class Request(IntEnum):

@@ -7,9 +7,11 @@ draws as many as without that.
 """
 
 import contextlib
+import functools
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -41,16 +43,29 @@ _OWN = re.compile(
     r"|StatefulUniform|Multinomial|StatelessMultinomial)"
 )
 
-# Places of the counter that TensorFlow's kernel of gamma numbers has for each of them.
-_GAMMA_PLACES = 256
+# Operations of `tf.random` whose kernels keep a counter, each with the function above
+# that draws the same numbers from a given one, and its own arguments after the shape.
+_KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "random_standard_normal": ("stateless_random_normal_v2", ("dtype",)),
+    "random_uniform": ("stateless_random_uniform_v2", ("dtype",)),
+    "random_uniform_int": ("stateless_random_uniform_int_v2", ("minval", "maxval")),
+    "truncated_normal": ("stateless_truncated_normal_v2", ("dtype",)),
+}
+
+# Places of the counter that such a kernel, and that of gamma numbers, has for each.
+_PLACES = 256
+
+# The algorithm of the counter, and what TensorFlow divides seeds by.
+_PHILOX, _SEEDS = 1, 2**31 - 1
 
 
 class StepNoise:
     """Numbers that functions without a seed draw in the steps of one model.
 
-    Functions of `keras.random` draw those of one process. `tf.random` would draw the
-    same on all ranks, after `keras.utils.set_random_seed`, for other rows: there each
-    rank draws its own. An update draws alike on all ranks: it changes weights.
+    Functions of `keras.random` draw those of one process; so does `tf.random` in a
+    graph, after `keras.utils.set_random_seed`. What else `tf.random` draws would be the
+    same on all ranks, for other rows: there each rank draws its own. An update draws
+    alike on all ranks: it changes weights.
     """
 
     def __init__(self) -> None:
@@ -60,6 +75,7 @@ class StepNoise:
         self._generator: Any = keras.random.SeedGenerator(0)
         self._begun: Any = None  # its state as the fit began
         self._replaced: Any = None  # the generator of Keras
+        self._places: dict[Any, tf.Variable] = {}  # of the counters of kernels
         self.own_draws: list[str] = []
 
     def prepare(self, model: Any, undo: contextlib.ExitStack) -> None:
@@ -123,13 +139,48 @@ class StepNoise:
         own, graph = self._seed, tf.compat.v1.get_default_graph()
         assert own is not None  # `prepare` was called before the first step
         before = 0 if tf.executing_eagerly() else len(graph.get_operations())
-        with draw_rows(self._generator, lambda seed: (seed + own) % 2**31):
+        find: Any = None
+        if not tf.executing_eagerly():
+            find = functools.partial(self._find_counter, graph, Counter[Any]())
+        with draw_rows(self._generator, lambda seed: (seed + own) % 2**31, find):
             yield
         if not tf.executing_eagerly():
             operations = graph.get_operations()[before:]
             own_draws = {o.type for o in operations if f"{_APART}/Stateless" in o.name}
             types = {operation.type for operation in operations}
             self.own_draws = sorted({*own_draws, *filter(_OWN.match, types)})
+
+    def _find_counter(
+        self, step: Any, counts: Counter[Any], name: str, seed: int, seed2: int
+    ) -> tuple[int, Any] | None:
+        """Find from where an operation of `tf.random` draws in this step: `draw_rows`.
+
+        In a loop, which may be one over rows, it draws by its kernel.
+
+        Args:
+            step: The graph of the step.
+            counts: How often each kind was traced with the same seeds.
+            name: Of the operation.
+            seed, seed2: Its seeds, of the global one and its own.
+        """
+        shared, graph = self._shared_seed, tf.compat.v1.get_default_graph()
+        has_rows = step_context.current().length is not None and graph is step
+        if not has_rows or shared is None or not seed + seed2:
+            return None
+        if graph.seed is not None and seed == graph.seed % _SEEDS:
+            seed = shared % _SEEDS  # that of one process
+        if not (seed or seed2):
+            seed2 = _SEEDS  # for TensorFlow, 0 and 0 are no seeds
+        counts[name, seed, seed2] += 1
+        key = name, seed, seed2, counts[name, seed, seed2]
+        if key not in self._places:  # a step that is traced anew goes on
+            with tf.init_scope():
+                self._places[key] = tf.Variable([0, seed2], False, dtype=tf.int64)
+        return seed, self._places[key]
+
+    def forget_places(self) -> None:
+        """Let kernels begin anew, as in a function that one process has traced anew."""
+        self._places.clear()
 
     @contextlib.contextmanager
     def draw_common_numbers(self) -> Iterator[None]:
@@ -141,12 +192,19 @@ class StepNoise:
 
 
 @contextlib.contextmanager
-def draw_rows(generator: Any, change: Callable[[int], int | None]) -> Iterator[None]:
+def draw_rows(
+    generator: Any,
+    change: Callable[[int], int | None],
+    find_counter: Callable[[str, int, int], tuple[int, Any] | None] | None,
+) -> Iterator[None]:
     """Context manager in which a step draws its rows of the numbers of all rows.
 
     Args:
         generator: The `SeedGenerator` for functions of `keras.random` without a seed.
         change: Changes the seed of operations of `tf.random`.
+        find_counter: Finds a seed and a counter, two integers, by the name and the
+            seeds of an operation of `tf.random`; `None` if it draws by its kernel. The
+            first integer goes on, if it is a variable.
     """
     draws: dict[str, Any] = dict.fromkeys(_COUNTED, _skip_rows)
     draws |= dict.fromkeys(_OTHERS, _take_rows)
@@ -156,6 +214,10 @@ def draw_rows(generator: Any, change: Callable[[int], int | None]) -> Iterator[N
     with contextlib.ExitStack() as stack:
         for name, draw in draws.items():
             operations = private.random_operations(name)
+            stack.enter_context(mixin.replace_method(operations, name, draw))
+        for name in _KERNELS if find_counter else ():
+            operations = private.stateful_random_operations()
+            draw = functools.partial(_draw_by_counter, name, find_counter)
             stack.enter_context(mixin.replace_method(operations, name, draw))
         stack.enter_context(_draw_from(generator, change))
         yield
@@ -171,6 +233,34 @@ def _draw_from(generator: Any, change: Callable[[int], int | None]) -> Iterator[
             yield
     finally:
         state[private.SEED_GENERATOR] = before
+
+
+def _draw_by_counter(
+    kind: str, find: Any, plain: Any, shape: Any, /, *args: Any, **more: Any
+) -> Any:
+    """Draw this rank's rows of what the kernel of one process draws."""
+    function, names = _KERNELS[kind]
+    given = dict(zip(names, args, strict=False)) | more
+    seeds = given.pop("seed"), given.pop("seed2")
+    found = None if private.is_compiled_by_xla() else find(kind, *seeds)
+    if found is None:
+        return plain(shape, *args, **more)
+    seed, place = found
+    numbers = getattr(private.random_operations(function), function)(
+        shape,
+        key=tf.constant([seed], tf.uint64),
+        counter=tf.cast(place, tf.uint64),
+        alg=_PHILOX,
+        **given,
+    )
+    if isinstance(place, tf.Variable):
+        count, rows = tf.size(numbers, tf.int64), _find_rows(shape)
+        if rows is not None:
+            size, _, total, times = rows
+            every = tf.where(times > 0, total * times, size[0])
+            count = every * tf.reduce_prod(size[1:])
+        place.assign_add(tf.stack([_PLACES * count, 0]))
+    return numbers
 
 
 def set_keras_state(value: Any) -> None:
@@ -209,8 +299,10 @@ def _skip_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
     found = _find_rows(shape)
     if found is None or "counter" not in arguments:
         return plain(shape, **arguments)
-    if "normal" in plain.__name__ and private.is_compiled_by_xla():
-        return _take_rows(plain, shape, **arguments)  # XLA pairs the halves of a draw
+    # XLA pairs the halves of normal numbers; rows in blocks are not side by side.
+    is_paired = "normal" in plain.__name__ and private.is_compiled_by_xla()
+    if is_paired or step_context.current().kinds.in_blocks:
+        return _take_rows(plain, shape, **arguments)
     shape, begin, _, times = found
     # Philox makes 128 bits at each place of the counter.
     group = 2 if tf.as_dtype(arguments.get("dtype", tf.float32)).size == 8 else 4
@@ -236,10 +328,13 @@ def _take_rows(plain: Any, shape: Any, **arguments: Any) -> Any:
             arguments[name] = _separate(shape, arguments[name])
             return plain(shape, **arguments)
     shape, begin, total, times = found
-    rows = shape[:1]
-    every = tf.where(times > 0, total * times, rows)
+    every = tf.where(times > 0, total * times, shape[:1])
     whole = plain(tf.concat([every, shape[1:]], 0), **arguments)
-    return tf.reshape(tf.gather(whole, begin * times + tf.range(rows[0])), shape)
+    # In blocks, each has an entry for each row; else a row's entries are side by side.
+    blocks = tf.maximum(times, 1) if step_context.current().kinds.in_blocks else 1
+    numbers, length = tf.range(shape[0]), tf.maximum(shape[0] // blocks, 1)
+    indices = numbers // length * total + begin * (times // blocks) + numbers % length
+    return tf.reshape(tf.gather(whole, indices), shape)
 
 
 def _draw_gamma(plain: Any, shape: Any, *, alpha: Any, **arguments: Any) -> Any:
@@ -248,7 +343,7 @@ def _draw_gamma(plain: Any, shape: Any, *, alpha: Any, **arguments: Any) -> Any:
     if found is None or alpha.shape.rank < found[0].shape[0]:  # `alpha` has no rows
         return _take_rows(plain, shape, alpha=alpha, **arguments)
     shape, begin, _, times = found
-    first = _GAMMA_PLACES * begin * times * tf.reduce_prod(shape[1:])
+    first = _PLACES * begin * times * tf.reduce_prod(shape[1:])
     steps = tf.cast(tf.stack([first, tf.zeros_like(first)]), tf.uint64)
     arguments["counter"] += steps
     return plain(shape, alpha=alpha, **arguments)
@@ -309,5 +404,7 @@ def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
     )
     times = tf.where(is_rows, shape[0] // length, 0)
     begin, total = tf.cast(begin, tf.int64), tf.cast(total, tf.int64)
+    if context.trial is not None:
+        context.trial.has_draws = True
     # A copy may be behind the last row.
     return shape, begin, tf.maximum(total, begin + length), times

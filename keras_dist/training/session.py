@@ -104,6 +104,7 @@ class TracedFunctions:
         self.runner = runner if trial is not None and trial.is_open else None
         if trial is None:
             self.draws.clear()
+            self.noise.forget_places()
 
     def draw_in_turn(self, model: Any, name: str) -> TurnDraws:
         """Begin an evaluation ("test"), or a prediction ("predict"), of all ranks."""

@@ -15,8 +15,8 @@ with other values of scalar variables that are 0; and what was 0 nevertheless is
 seen yet, and tried again on later batches.
 
 In a trial, a part draws its rows of the whole batch's random numbers, as a rank does,
-and has those that the whole drew by `tf.random`; `BatchNormalization` uses the
-statistics of the whole batch. A step that draws in another way counts as a mean.
+and `BatchNormalization` uses the statistics of the whole batch. A step that draws in
+another way counts as a mean.
 Afterwards all variables have the values that they had before.
 """
 
@@ -86,16 +86,6 @@ _TOLERANCE, _TOLERANCE_OF_NUMBERS, _TOLERANCE_IN_HALF = 2e-3, 1e-4, 5e-2
 # the remainder.
 _NOT_ZERO, _NOT_ZERO_INTEGER = 1.0, 10_007
 
-# TensorFlow's operations that draw numbers of a shape from what they keep themselves.
-_DRAWS = (
-    "random_gamma",
-    "random_poisson_v2",
-    "random_standard_normal",
-    "random_uniform",
-    "random_uniform_int",
-    "truncated_normal",
-)
-
 # At the start the scale of Keras lets many gradients of float16 overflow.
 _LOSS_SCALE = 128.0
 
@@ -117,6 +107,7 @@ class Trial:
         weights: For each weight, by how much its gradient differs.
         states: Metrics and other state that the parts do not add up to.
         nonzero: Variables that were 0, and had another value where gradients differed.
+        in_blocks: Of `LossKinds`.
         mixers: `losses.explain_row_mixers`: these may not show in each batch.
         reason: Why the step was not tried; "" if it was.
         seconds: How long it took.
@@ -128,6 +119,7 @@ class Trial:
     weights: dict[str, float] = field(default_factory=dict)
     states: Sequence[StateDifference] = ()
     nonzero: Sequence[str] = ()
+    in_blocks: bool = False
     mixers: str = ""
     reason: str = ""
     seconds: float = 0.0
@@ -140,7 +132,7 @@ class Trial:
         others = "compute", "log"
         sums = {s for s, k in found.items() if k == "sum" and s[0] not in others}
         gathered = {s for s in self.gatherable if found.get(s) == "neither"}
-        return LossKinds(frozenset(sums), frozenset(gathered))
+        return LossKinds(frozenset(sums), frozenset(gathered), self.in_blocks)
 
     @property
     def updates(self) -> list[str | None]:
@@ -193,6 +185,7 @@ class Trial:
             weights={p: max(w, self.weights.get(p, 0.0)) for p, w in weights.items()},
             states=[states[key] for key in sorted(states)],
             nonzero=self.nonzero if "neither" in self.updates else other.nonzero,
+            in_blocks=self.in_blocks or other.in_blocks,
         )
 
     def __str__(self) -> str:
@@ -312,47 +305,28 @@ class TrialRun:
     """One run of a step in its trial: `StepContext.trial`.
 
     Args:
-        rows: How many rows this part has.
-        begin: The first one.
+        begin: The first row of this part.
         fraction: The rows of this part, as a fraction of the whole.
         shared: What the run of the whole shared; `None` in that run.
-        in_blocks: Whether draws for several numbers a row begin with one for each row.
     """
 
-    def __init__(
-        self, rows: Any, begin: Any, fraction: Any, shared: Any, *, in_blocks: bool
-    ) -> None:
-        self._rows, self._begin, self._fraction = rows, begin, fraction
-        self._in_blocks, self._graph = in_blocks, tf.compat.v1.get_default_graph()
+    def __init__(self, begin: Any, fraction: Any, shared: Any) -> None:
+        self._begin, self._fraction = begin, fraction
+        self._graph = tf.compat.v1.get_default_graph()
         self._given = None if shared is None else iter(shared)
-        self._row_bytes = 0
+        self._row_bytes = self._draws = 0
         self.shared: list[Any] = []
         self.numbers: dict[StepPlace, Any] = {}
         self.gatherable: dict[StepPlace, int] = {}  # bytes of a row
-        self.has_gathered = self.has_own_draws = self.has_shared_draws = False
+        self.has_gathered = self.has_own_draws = self.has_draws = False
 
-    def draw(self, plain: Any, shape: Any, *args: Any, **arguments: Any) -> Any:
-        """Draw numbers of a shape; a part has its rows of those of the whole."""
+    def find_counter(self, *_: Any) -> tuple[int, list[int]] | None:
+        """Find a counter for the next draw by `tf.random`: `draw_rows`."""
         if tf.compat.v1.get_default_graph() is not self._graph:  # as in a loop
             self.has_own_draws = True
-            return plain(shape, *args, **arguments)
-        self.has_shared_draws = True
-        if self._given is None:
-            self.shared.append(plain(shape, *args, **arguments))
-            return self.shared[-1]
-        whole = next(self._given)
-        if not whole.shape.rank:
-            return whole
-        # Entries of the first axis: all of them, some for each row, or of no row.
-        entries, count = tf.shape(whole)[0], tf.cast(shape, tf.int32)[0]
-        times = tf.where(tf.equal(count, entries), 0, count // self._rows)
-        pieces = tf.maximum(times, 1) if self._in_blocks else 1
-        begin = self._begin * times // pieces
-        numbers = tf.reshape(whole, [pieces, entries // pieces, -1])
-        return tf.reshape(
-            numbers[:, begin : begin + count // pieces],
-            tf.concat([[count], tf.shape(whole)[1:]], 0),
-        )
+            return None
+        self._draws += 1
+        return 1, [0, self._draws]
 
     def take_from_whole(self, value: Any) -> Any:
         """Return the value that the run of the whole batch had here."""
@@ -412,11 +386,11 @@ class Runner:
         self._kinds = LossKinds()
         self._functions: dict[Any, Any] = {}
         self._generator = keras.random.SeedGenerator(0)
-        self._is_of_fixed_rows = self._in_blocks = False
+        self._is_of_fixed_rows = self._in_blocks = False  # rows; and what they draw
         # Of the last run, or trace:
         self._places: list[StepPlace] = []
         self._gatherable: dict[StepPlace, float] = {}
-        self._has_gathered = self._has_own_draws = self._has_shared_draws = False
+        self._has_gathered = self._has_own_draws = self._has_draws = False
         self._changed: list[Any] = []
         self._untracked: list[StateDifference] = []
         halves = {"float16", "bfloat16"}
@@ -447,15 +421,15 @@ class Runner:
     def _compare_layouts(self) -> Trial:
         """Compare the whole batch with two parts, whose draws may be in blocks."""
         found = self._compare_parts()
-        if "neither" not in found.updates or not self._has_shared_draws:
+        if "neither" not in found.updates or not self._has_draws:
             return found
         with mixin.change(self, _in_blocks=True):
             others = self._compare_parts()
-        return found if "neither" in others.updates else others
+        return found if "neither" in others.updates else replace(others, in_blocks=True)
 
     def _compare_parts(self) -> Trial:
         """Compare the whole batch with two parts, which are not equally long."""
-        self._kinds = LossKinds()
+        self._kinds = LossKinds(in_blocks=self._in_blocks)
         before = len(stateful_metrics(self.model.metrics))
         whole = self._run(self._leaves)
         if len(stateful_metrics(self.model.metrics)) > before:
@@ -540,14 +514,17 @@ class Runner:
     def _set_kinds(self, numbers: dict[StepPlace, str | None]) -> bool:
         """Let the next runs know kinds of numbers; return True if that changes any."""
         before = self._kinds
-        self._kinds = Trial(numbers, gatherable=self._gatherable).kinds
+        found = Trial(numbers, gatherable=self._gatherable, in_blocks=self._in_blocks)
+        self._kinds = found.kinds
         return self._kinds != before
 
     def _is_random(self, whole: Run) -> bool:
         """Return True if a part may draw other numbers than the whole has there."""
         if self._has_own_draws:
             return True
-        self._kinds = LossKinds()  # which the whole was traced with
+        self._kinds = LossKinds(
+            in_blocks=self._in_blocks
+        )  # which the whole was traced with
         run = self._run(self._leaves, shared=whole.shared)
         again = self._compare_updates(whole, [run], [1.0])
         return "neither" in again[0].values()
@@ -675,7 +652,7 @@ class Runner:
 
     def _trace(self, specs: Iterable[Any], shared: Any) -> Any:
         specs = list(specs)
-        key = shared is None, self._in_blocks, self._kinds, tuple(specs)
+        key = shared is None, self._kinds, tuple(specs)
         if key not in self._functions:
             step = tf.function(self._step_on, autograph=False)
             self._functions[key] = step.get_concrete_function(
@@ -695,7 +672,7 @@ class Runner:
         )
         calls: list[Recorded] = []
         rows, global_rows = num_rows(data), self._rows * comm.size()
-        run = TrialRun(rows, begin, fraction, shared, in_blocks=self._in_blocks)
+        run = TrialRun(begin, fraction, shared)
         context = StepContext(
             rows=rows,
             length=rows,
@@ -705,17 +682,15 @@ class Runner:
             recorded=calls,
             trial=run,
         )
-        operations = private.stateful_random_operations()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(step_context.enter(context))
-            stack.enter_context(step_context.run_inline())
-            stack.enter_context(draw_rows(self._generator, lambda seed: seed))
-            for name in _DRAWS:
-                stack.enter_context(mixin.replace_method(operations, name, run.draw))
+        with (
+            step_context.enter(context),
+            step_context.run_inline(),
+            draw_rows(self._generator, lambda seed: seed, run.find_counter),
+        ):
             split_step(self.model, self._step, self._kinds)(data)
         self._has_gathered = run.has_gathered
         self._has_own_draws |= run.has_own_draws
-        self._has_shared_draws |= run.has_shared_draws
+        self._has_draws |= run.has_draws
         self._gatherable = {
             place: found * global_rows / 2**20
             for place, found in run.gatherable.items()

@@ -76,7 +76,7 @@ class TurnDraws:
     ) -> None:
         self._model, self._noise, self._known, self._name = model, noise, known, name
         self._generators = _list_generators(model, noise)
-        self._steps, self._count = 0, 1
+        self._steps, self._count, self._is_over = 0, 1, False
 
     @property
     def is_known(self) -> bool:
@@ -118,6 +118,7 @@ class TurnDraws:
                 result = one()
             except _ENDS:
                 if not number:
+                    self._is_over = True
                     raise
                 break
             self._steps += 1
@@ -134,7 +135,7 @@ class TurnDraws:
         is_even = self._is_at(place)
         # Where Keras does not know the number of batches, it begins a step more at the
         # end, which has drawn before it sees that there is no batch.
-        is_beyond = not is_even and self._is_at(place + 1)
+        is_beyond = self._is_over and not is_even and self._is_at(place + 1)
         own = self._steps if has_rows else 0, is_beyond and self._count == 1
         steps, are_beyond = zip(*comm.gather(own), strict=True)
         total = sum(steps) + any(are_beyond)

@@ -138,3 +138,11 @@ def test_a_killed_process_leaves_the_file_before(run_ranks, tmp_path, name):
     assert left == [name]
     [(code, out)] = run_ranks(alone, [0], 1, _KILLED, env=env)
     assert code == 0 and "loaded" in out, out
+
+
+def test_a_folder_that_each_rank_makes_is_an_error_with_a_way_out(tmp_path):
+    """As on one process, it is there for the second one."""
+    script = write_script(tmp_path, "import os, sys; os.mkdir(sys.argv[1])")
+    done = launch([script, tmp_path / "logs"], ranks=2)
+    assert done.returncode == 1
+    assert "FileExistsError" in done.stderr and "first_rank" in done.stderr

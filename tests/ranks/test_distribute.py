@@ -16,6 +16,7 @@ from harness.claims import (
     distribute_jobs,
     shortened,
     slow_on_three,
+    warned,
 )
 from harness.models import make_compiled, perceptron
 
@@ -308,3 +309,12 @@ def test_fits_of_a_script_resume_by_their_number(rows, make_model, folder, monke
             train(ends=1)
         assert_close(train(), expected)
     assert len(list(folder.glob("fit_*"))) == 2
+
+
+@several
+def test_a_script_for_another_backend_is_told_of_tensorflow(world, rows, monkeypatch):
+    """Keras was imported before the script's first line, which is too late then."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    with keras_dist.distribute(), warned("KERAS_BACKEND=jax") as texts:
+        make_compiled(perceptron, "sgd", "mse").fit(*rows, verbose=0)
+    assert len(texts) == (world.rank == 0)

@@ -179,6 +179,52 @@ def test_a_second_fit_goes_on_where_the_first_has_ended():
         np.testing.assert_allclose(own, other, 1e-8)
 
 
+class DrawsByTensorFlow(keras.Model):
+    """Draws by `tf.random` for each row, for several numbers a row, and for none.
+
+    Its step is that of a discriminator: two numbers a row, in two blocks of rows.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(8), layers.Dense(1)
+
+    def train_step(self, data):
+        x, y = data
+        noise = tf.random.normal(tf.shape(x), dtype=x.dtype)
+        noise *= tf.random.uniform((tf.shape(x)[0], 1), dtype=x.dtype)
+        kinds = tf.random.uniform(tf.shape(x), 0, 3, tf.int32)
+        noise += tf.cast(kinds, x.dtype) * tf.random.truncated_normal((), dtype=x.dtype)
+        targets = tf.concat([y, -y], axis=0)
+        targets += 0.3 * tf.random.uniform(tf.shape(targets), dtype=y.dtype)
+        with tf.GradientTape() as tape:
+            made = self.last(self.first(tf.concat([x, noise], axis=0)))
+            loss = self.compute_loss(y=targets, y_pred=made)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("batch", shortened(["rank", "global"], {"global"}))
+def test_numbers_of_tensorflow_in_a_graph_are_those_of_one_process(batch):
+    """After `set_random_seed`; in the next fit, too, which one process traces not."""
+    x, y = data_for(VECTOR)
+    found = []
+    for fit, more in (
+        (keras.Model.fit, {"batch_size": 6}),
+        (keras_dist.dist_fit, {"batch": batch, "lr_scaling": "none"}),
+    ):
+        model = maker(DrawsByTensorFlow, steps_per_execution=2)()
+        size = 6 if batch == "global" else 6 // keras_dist.size()
+        given = {"batch_size": size, "epochs": 2, "verbose": 0, "shuffle": False}
+        for _ in range(2):
+            fit(model, x, y, **given | more)
+        found.append(model.get_weights())
+    for own, expected in zip(*reversed(found), strict=True):
+        np.testing.assert_allclose(own, expected, 1e-8, 1e-9)
+
+
 class Samples(keras.Model):
     """Draws in evaluations and predictions, too: by a seed and without one."""
 
@@ -267,14 +313,14 @@ def test_batches_that_draw_unevenly_are_named(world):
 
 
 def test_numbers_of_each_rank_are_named(world, caplog, monkeypatch):
-    """Of `tf.random` without a seed, and of many that cannot be skipped; no others."""
+    """Of some of `tf.random`, and of many that cannot be skipped; no others."""
 
     class Noise(layers.Layer):
         def call(self, x):
             return (
                 x
                 + keras.random.normal(ops.shape(x))
-                + tf.random.normal([], dtype=x.dtype)
+                + tf.random.gamma([], 2.0, dtype=x.dtype)
             )
 
     class Truncated(layers.Layer):

@@ -114,6 +114,11 @@ def is_secondary(error: BaseException) -> bool:
 
 def _report_error(error: BaseException) -> None:
     kind, message = type(error).__name__, str(error)
+    if isinstance(error, FileExistsError) and os.environ.get("HOROVOD_SIZE") != "1":
+        error.add_note(
+            "Each rank runs the script, and another one may have made the file: pass "
+            "exist_ok=True, or see keras_dist.first_rank."
+        )
     lines = traceback.format_exception(type(error), error, _own(error.__traceback__))
     code = 1
     if isinstance(error, SystemExit) and isinstance(error.code, int):
