@@ -125,6 +125,13 @@ class ReplicaCheck(FitCallback):
         # With the names of the first rank: Keras counts layers in each process.
         paths = comm.broadcast([variables[index].path for index in differing])
         message = self._message(paths, is_other[differing[0]], root)
+        threads = comm.gather(comm.device().threads)
+        if len(set(threads)) > 1:  # as on hosts of different sizes
+            message += (
+                " Norms of large gradients (`clipnorm`, `Lamb`) depend on the number "
+                f"of threads, which is {threads} on the ranks: set one "
+                "TF_NUM_INTRAOP_THREADS for all of them."
+            )
         if self.action == "raise":
             raise RuntimeError(message)
         if comm.rank() == 0:

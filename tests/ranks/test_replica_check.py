@@ -16,6 +16,8 @@ from harness.claims import (
 from harness.models import dropping, make_compiled
 
 import keras_dist
+from keras_dist.comm import runtime
+from keras_dist.comm.devices import Device
 
 pytestmark = pytest.mark.several_ranks
 
@@ -79,6 +81,18 @@ def test_one_number_changed_on_one_rank_is_found_and_named(rows, make_model):
         assert f" on rank {last} differs from {others}" in messages[0]
         assert f"`{path}`" in messages[0]
         assert int(model.optimizer.iterations) == 4 + 3
+
+
+@slow_on_three
+def test_another_number_of_threads_is_named_as_a_cause(monkeypatch, rows, make_model):
+    """On which norms depend, and so the weights where gradients are clipped."""
+    device = Device(threads=2 + keras_dist.rank())
+    monkeypatch.setattr(runtime._runtime, "device", device)
+    callbacks = Changes(kernel), keras_dist.ReplicaCheck(every=1)
+    threads = list(range(2, 2 + keras_dist.size()))
+    text = f"which is {threads} on the ranks: set one TF_NUM_INTRAOP_THREADS"
+    call = partial(fit, make_model(), rows, *callbacks)
+    raises_everywhere(RuntimeError, call, text)
 
 
 @pytest.mark.three_ranks
