@@ -126,9 +126,15 @@ class StepNoise:
         every: tuple[Any, ...] = self._generator, self._replaced, keras_own
         return [g.state for g in every if g is not None]
 
-    def draw_batch_numbers(self) -> contextlib.AbstractContextManager[None]:
+    def list_places(self) -> list[Any]:
+        """List the states of the kernels that draw in evaluations."""
+        return [place for key, place in self._places.items() if key[0] == "test"]
+
+    @contextlib.contextmanager
+    def draw_batch_numbers(self) -> Iterator[None]:
         """Context manager in which an evaluation's batch is traced, or run eagerly."""
-        return _draw_from(self._generator, lambda seed: seed)
+        with _draw_kernels(self._find("test")), _draw_from(self._generator, _keep):
+            yield
 
     @contextlib.contextmanager
     def draw_step_numbers(self) -> Iterator[None]:
@@ -139,9 +145,7 @@ class StepNoise:
         own, graph = self._seed, tf.compat.v1.get_default_graph()
         assert own is not None  # `prepare` was called before the first step
         before = 0 if tf.executing_eagerly() else len(graph.get_operations())
-        find: Any = None
-        if not tf.executing_eagerly():
-            find = functools.partial(self._find_counter, graph, Counter[Any]())
+        find = self._find("train")
         with draw_rows(self._generator, lambda seed: (seed + own) % 2**31, find):
             yield
         if not tf.executing_eagerly():
@@ -150,42 +154,57 @@ class StepNoise:
             types = {operation.type for operation in operations}
             self.own_draws = sorted({*own_draws, *filter(_OWN.match, types)})
 
+    def _find(self, kind: str) -> Any:
+        """Return what finds counters in the graph of a step; `None` without a graph."""
+        if tf.executing_eagerly():
+            return None
+        step, counts = tf.compat.v1.get_default_graph(), Counter[Any]()
+        return functools.partial(self._find_counter, kind, step, counts)
+
     def _find_counter(
-        self, step: Any, counts: Counter[Any], name: str, seed: int, seed2: int
+        self,
+        kind: str,
+        step: Any,
+        counts: Counter[Any],
+        name: str,
+        seed: int,
+        seed2: int,
     ) -> tuple[int, Any] | None:
         """Find from where an operation of `tf.random` draws in this step: `draw_rows`.
 
-        In a loop, which may be one over rows, it draws by its kernel.
+        In a loop, which may be one over rows, it draws by its kernel; so it does in an
+        update.
 
         Args:
+            kind: "train" or "test".
             step: The graph of the step.
-            counts: How often each kind was traced with the same seeds.
+            counts: How often each operation was traced with the same seeds.
             name: Of the operation.
             seed, seed2: Its seeds, of the global one and its own.
         """
         shared, graph = self._shared_seed, tf.compat.v1.get_default_graph()
-        has_rows = step_context.current().length is not None and graph is step
-        if not has_rows or shared is None or not seed + seed2:
+        is_update = kind == "train" and step_context.current().length is None
+        if graph is not step or is_update or shared is None or not seed + seed2:
             return None
         if graph.seed is not None and seed == graph.seed % _SEEDS:
             seed = shared % _SEEDS  # that of one process
         if not (seed or seed2):
             seed2 = _SEEDS  # for TensorFlow, 0 and 0 are no seeds
         counts[name, seed, seed2] += 1
-        key = name, seed, seed2, counts[name, seed, seed2]
+        key = kind, name, seed, seed2, counts[name, seed, seed2]
         if key not in self._places:  # a step that is traced anew goes on
             self.set_places([(key, 0)])
         return seed, self._places[key]
 
     def read_places(self) -> list[tuple[Any, int]]:
         """Return where the counters of kernels are, for a checkpoint."""
-        return [(key, int(place[0])) for key, place in self._places.items()]
+        return [(key, int(place[1])) for key, place in self._places.items()]
 
     def set_places(self, places: Iterable[tuple[Any, int]]) -> None:
         """Set where the counters of kernels are, before the step is traced."""
         for key, place in places:
             with tf.init_scope():
-                found = tf.Variable([place, key[2]], False, dtype=tf.int64)
+                found = tf.Variable([key[3], place], False, dtype=tf.int64)
             self._places[tuple(key)] = found
 
     def forget_places(self) -> None:
@@ -212,9 +231,7 @@ def draw_rows(
     Args:
         generator: The `SeedGenerator` for functions of `keras.random` without a seed.
         change: Changes the seed of operations of `tf.random`.
-        find_counter: Finds a seed and a counter, two integers, by the name and the
-            seeds of an operation of `tf.random`; `None` if it draws by its kernel. The
-            first integer goes on, if it is a variable.
+        find_counter: Of `_draw_kernels`.
     """
     draws: dict[str, Any] = dict.fromkeys(_COUNTED, _skip_rows)
     draws |= dict.fromkeys(_OTHERS, _take_rows)
@@ -225,11 +242,25 @@ def draw_rows(
         for name, draw in draws.items():
             operations = private.random_operations(name)
             stack.enter_context(mixin.replace_method(operations, name, draw))
+        stack.enter_context(_draw_kernels(find_counter))
+        stack.enter_context(_draw_from(generator, change))
+        yield
+
+
+@contextlib.contextmanager
+def _draw_kernels(find_counter: Any) -> Iterator[None]:
+    """Context manager in which `tf.random` draws from counters.
+
+    Args:
+        find_counter: Finds a seed and the two halves of a counter, the high one first,
+            by the name and the seeds of an operation; `None` if it draws by its kernel.
+            A variable goes on. `None` if all draw by their kernels.
+    """
+    operations = private.stateful_random_operations()
+    with contextlib.ExitStack() as stack:
         for name in _KERNELS if find_counter else ():
-            operations = private.stateful_random_operations()
             draw = functools.partial(_draw_by_counter, name, find_counter)
             stack.enter_context(mixin.replace_method(operations, name, draw))
-        stack.enter_context(_draw_from(generator, change))
         yield
 
 
@@ -259,17 +290,19 @@ def _draw_by_counter(
     numbers = getattr(private.random_operations(function), function)(
         shape,
         key=tf.constant([seed], tf.uint64),
-        counter=tf.cast(place, tf.uint64),
+        counter=tf.reverse(tf.cast(place, tf.uint64), [0]),
         alg=_PHILOX,
         **given,
     )
     if isinstance(place, tf.Variable):
         count, rows = tf.size(numbers, tf.int64), _find_rows(shape)
         if rows is not None:
-            size, _, total, times = rows
+            (size, _, total, times), context = rows, step_context.current()
+            if context.begin is not None:  # without a copy
+                total = tf.cast(context.rows_of_all, tf.int64)
             every = tf.where(times > 0, total * times, size[0])
             count = every * tf.reduce_prod(size[1:])
-        place.assign_add(tf.stack([_PLACES * count, 0]))
+        place.assign_add(tf.stack([0, _PLACES * count]))
     return numbers
 
 
@@ -291,6 +324,10 @@ def _next_keras_state() -> Any:
         return comm.to_array(generator.state)
     with preserve_generators():
         return [random.randint(1, int(1e9)), 0]  # as Keras seeds the generator
+
+
+def _keep(seed: int) -> int:
+    return seed
 
 
 def _derive_seed(model: Any) -> int:

@@ -326,7 +326,7 @@ class TrialRun:
             self.has_own_draws = True
             return None
         self._draws += 1
-        return 1, [0, self._draws]
+        return 1, [self._draws, 0]
 
     def take_from_whole(self, value: Any) -> Any:
         """Return the value that the run of the whole batch had here."""

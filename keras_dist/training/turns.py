@@ -28,26 +28,27 @@ _ENDS = StopIteration, tf.errors.OutOfRangeError
 
 @dataclass(frozen=True)
 class _Generator:
-    """A generator of Keras.
+    """A generator of Keras, or a kernel of TensorFlow.
 
     Args:
         variable: Its state.
-        is_global: Whether functions without a seed draw from it.
+        kind: "seed"; "global" if functions without a seed draw from it; or "kernel", of
+            which a shorter batch draws less.
         begun: The first state.
     """
 
     variable: Any
-    is_global: bool
+    kind: str
     begun: np.ndarray
 
     def state_after(self, count: int, state: np.ndarray | None = None) -> np.ndarray:
         """Return the state so many draws after another one, by default the first."""
         state = self.begun if state is None else state
-        return private.skip_draws(state, count, is_global=self.is_global)
+        return private.skip_draws(state, count, is_global=self.kind == "global")
 
     def count(self, now: np.ndarray) -> int:
         """Count the draws from the first state to another one."""
-        if not self.is_global:
+        if self.kind != "global":
             return int(now[1] - self.begun[1])
         state = self.begun
         for count in range(_MOST_DRAWS):
@@ -55,6 +56,22 @@ class _Generator:
                 return count
             state = self.state_after(1, state)
         return 0
+
+    def count_more(self, number: int, place: int, *, is_over: bool) -> int | None:
+        """Count the draws beyond those of `place` batches; `None` if it is elsewhere.
+
+        Args:
+            number: Draws of a batch.
+            place: Number of batches.
+            is_over: Whether Keras has begun a step more at the end of the data, which
+                may have drawn before it saw that there is no batch.
+        """
+        now = comm.to_array(self.variable)
+        for more in (0, 1) if is_over else (0,):
+            if np.array_equal(now, self.state_after(number * (place + more))):
+                return number * more
+        less = self.count(now) - number * place if self.kind == "kernel" else 0
+        return less if less < 0 else None
 
 
 class TurnDraws:
@@ -87,7 +104,7 @@ class TurnDraws:
         """Find how often a batch draws, by running `count` of them once more."""
         if self.is_known or not count:
             return
-        variables = list_variables(self._model)
+        variables = [*list_variables(self._model), *self._noise.list_places()]
         with (
             preserve_variables([*variables, *self._noise.list_states()]),
             preserve_metrics(stateful_metrics(self._model.metrics)),
@@ -96,8 +113,11 @@ class TurnDraws:
             now = _list_generators(self._model, self._noise)
         # A generator that was made in it has its first state again.
         self._generators = _list_generators(self._model, self._noise)
-        draws = {k: g.count(now[k].begun) for k, g in self._generators.items()}
-        self._known[self._name] = {k: -(-n // count) for k, n in draws.items() if n}
+        own = [g.count(now[k].begun) for k, g in self._generators.items()]
+        # This rank's first batch may be the last of all, and shorter.
+        most = map(max, zip(*comm.gather([-(-n // count) for n in own]), strict=True))
+        pairs = zip(self._generators, most, strict=True)
+        self._known[self._name] = {key: number for key, number in pairs if number}
 
     def run(
         self, at_once: Callable[[], Any], one: Callable[[], Any], count: int = 1
@@ -131,18 +151,25 @@ class TurnDraws:
         Args:
             has_rows: `False` if this rank's batches were copies of another's.
         """
-        place = comm.rank() + self._steps * comm.size() if self._steps else 0
-        is_even = self._is_at(place)
-        # Where Keras does not know the number of batches, it begins a step more at the
-        # end, which has drawn before it sees that there is no batch.
-        is_beyond = self._is_over and not is_even and self._is_at(place + 1)
-        own = self._steps if has_rows else 0, is_beyond and self._count == 1
-        steps, are_beyond = zip(*comm.gather(own), strict=True)
-        total = sum(steps) + any(are_beyond)
-        for generator, number in self._pairs():
-            generator.variable.assign(generator.state_after(number * total))
-        if not (is_even or is_beyond):
-            self._known.pop(self._name, None)
+        place, is_over = 0, self._is_over
+        if self._steps:
+            place = comm.rank() + self._steps * comm.size()
+        pairs = self._pairs()
+        more = [g.count_more(n, place, is_over=is_over) for g, n in pairs]
+        everyone = comm.gather((self._steps if has_rows else 0, more))
+        total, is_even = sum(steps for steps, _ in everyone), True
+        by_generator = zip(pairs, *(found for _, found in everyone), strict=True)
+        for (generator, number), *found in by_generator:
+            is_even &= None not in found
+            known = [n for n in found if n is not None]
+            count = number * total + sum(n for n in known if n < 0)
+            if self._count == 1:  # as Keras's loop; several steps end with the data
+                count += max([0, *known])
+            generator.variable.assign(generator.state_after(count))
+        if is_even:
+            return
+        self._known.pop(self._name, None)
+        if comm.rank() == 0:
             warn(
                 "The batches of an evaluation, or a prediction, do not draw as many "
                 "random numbers each, so the ranks' are not those of one process. "
@@ -153,13 +180,6 @@ class TurnDraws:
         """List the generators, each with how often a batch draws from it."""
         known = self._known.get(self._name, {})
         return [(g, known.get(key, 0)) for key, g in self._generators.items()]
-
-    def _is_at(self, place: int) -> bool:
-        """Return True if all generators are where so many batches have drawn."""
-        return all(
-            np.array_equal(comm.to_array(g.variable), g.state_after(number * place))
-            for g, number in self._pairs()
-        )
 
     def _skip(self, batches: int) -> None:
         for generator, number in self._pairs():
@@ -180,9 +200,13 @@ def preserve_states(model: Any, noise: StepNoise) -> Iterator[None]:
 
 
 def _list_generators(model: Any, noise: StepNoise) -> dict[int, _Generator]:
-    own = [v for v in list_variables(model) if v.name == "seed_generator_state"]
-    shared = noise.list_states()
+    variables = {
+        "seed": [v for v in list_variables(model) if v.name == "seed_generator_state"],
+        "global": noise.list_states(),
+        "kernel": noise.list_places(),
+    }
     return {
-        id(v): _Generator(v, any(v is each for each in shared), comm.to_array(v))
-        for v in (*own, *shared)
+        id(variable): _Generator(variable, kind, comm.to_array(variable))
+        for kind, found in variables.items()
+        for variable in found
     }

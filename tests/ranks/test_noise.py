@@ -210,14 +210,14 @@ class DrawsByTensorFlow(keras.Model):
 def test_numbers_of_tensorflow_in_a_graph_are_those_of_one_process(batch):
     """After `set_random_seed`; in the next fit, too, which one process traces not."""
     x, y = data_for(VECTOR)
-    found = []
+    found, size = [], 7 if batch == "global" else 2 * keras_dist.size()
     for fit, more in (
-        (keras.Model.fit, {"batch_size": 6}),
+        (keras.Model.fit, {"batch_size": size}),
         (keras_dist.dist_fit, {"batch": batch, "lr_scaling": "none"}),
     ):
         model = maker(DrawsByTensorFlow, steps_per_execution=2)()
-        size = 6 if batch == "global" else 6 // keras_dist.size()
-        given = {"batch_size": size, "epochs": 2, "verbose": 0, "shuffle": False}
+        own = size if batch == "global" else 2
+        given = {"batch_size": own, "epochs": 2, "verbose": 0, "shuffle": False}
         for _ in range(2):
             fit(model, x, y, **given | more)
         found.append(model.get_weights())
@@ -251,13 +251,23 @@ def test_numbers_of_tensorflow_go_on_where_a_checkpoint_was_written(folder):
 class Samples(keras.Model):
     """Draws in evaluations and predictions, too: by a seed and without one."""
 
+    by_tensorflow = False
+
     def __init__(self):
         super().__init__()
         self.seeds, self.last = keras.random.SeedGenerator(5), layers.Dense(1)
 
     def call(self, x, training=False):
+        if self.by_tensorflow:
+            x *= tf.random.uniform((tf.shape(x)[0], 1), dtype=x.dtype)
         x += 0.3 * keras.random.normal(ops.shape(x), seed=self.seeds)
         return self.last(x * keras.random.uniform(ops.shape(x)))
+
+
+class SamplesByTensorFlow(Samples):
+    """By `tf.random`, too, in a graph."""
+
+    by_tensorflow = True
 
 
 class DrawsAtEpochEnd(keras.callbacks.Callback):
@@ -266,6 +276,16 @@ class DrawsAtEpochEnd(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         self.model(np.ones((2, *VECTOR)))
         keras.random.normal((3,))
+
+
+@pytest.mark.parametrize("how", shortened(["", "steps_per_execution"], {""}))
+def test_evaluations_draw_by_tensorflow_as_one_process(how):
+    """Of which the last batch is shorter, and two ranks or three have none or one."""
+    x, y = data_for(VECTOR)
+    more: dict = {how: 2} if how else {}
+    for size in 5, 17, 60:
+        given = {"validation_data": (x, y), "validation_batch_size": size}
+        assert_equals(maker(SamplesByTensorFlow, **more), (x, y), **given)
 
 
 @pytest.mark.parametrize(
@@ -331,8 +351,7 @@ def test_batches_that_draw_unevenly_are_named(world):
     model = keras_dist.DistributedModel(maker(DrawsUnevenly, run_eagerly=True)())
     with warned("do not draw as many random numbers") as texts:
         model.evaluate(*data_for(VECTOR), batch_size=5, verbose=0)
-    last = -(-NUM_ROWS // 5) - 1  # its number, of the batch that is short
-    assert len(texts) == (world.rank == last % world.size)
+    assert len(texts) == (world.rank == 0)
 
 
 def test_numbers_of_each_rank_are_named(world, caplog, monkeypatch):
