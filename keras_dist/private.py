@@ -160,6 +160,17 @@ def set_mask(tensor: Any, mask: Any) -> None:
         tensor._keras_mask = mask
 
 
+def logits_of(tensor: Any) -> Any:
+    """Return the logits of probabilities, from which losses compute; `None` if none."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits(tensor: Any, logits: Any) -> None:
+    """Give probabilities their logits, unless these are `None`."""
+    if logits is not None:
+        tensor._keras_logits = logits
+
+
 def trainable_variables_of(optimizer: Any) -> list[Any]:
     """List the variables that an optimizer updates; empty before it is built."""
     return list(getattr(optimizer, "_trainable_variables", None) or ())

@@ -268,7 +268,8 @@ class Saver(keras.callbacks.Callback):
         return saved.ranks[comm.rank() if is_same_size else 0]
 
     def _restore_random(self, saved: Saved) -> None:
-        states.restore_random(self._own(saved)["random"])
+        noise = session_of(self.model).traced.noise
+        states.restore_random(self._own(saved)["random"], noise)
         if len(saved.ranks) != comm.size():
             draws.renew_rank_numbers(comm.rank())  # they are the first rank's
 
@@ -305,7 +306,7 @@ class Saver(keras.callbacks.Callback):
             states.restore_metrics(self.model, saved.ranks)
             self._restore_random(saved)
         elif self._random is not None:
-            states.restore_random(self._random)
+            states.restore_random(self._random, session_of(self.model).traced.noise)
         before, now = saved.warmup_steps, self._setup.decided.warmup_steps
         for leaf, progress in zip(leaves_of(self.model), saved.rates, strict=True):
             restore_rate_progress(leaf, progress, now / before if before else 1)

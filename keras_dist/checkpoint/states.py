@@ -299,6 +299,7 @@ def random_state(noise: StepNoise | None = None) -> dict[str, Any]:
     """
     states = {
         "keras": noise and noise.read_state(),
+        "kernels": noise and noise.read_places(),
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "stash": draws.get_stash(),
@@ -309,10 +310,11 @@ def random_state(noise: StepNoise | None = None) -> dict[str, Any]:
     return states
 
 
-def restore_random(states: dict[str, Any]) -> None:
+def restore_random(states: dict[str, Any], noise: StepNoise) -> None:
     """Set the generators to the states that `random_state` returned."""
     if states["keras"] is not None:
         set_keras_state(states["keras"])
+    noise.set_places(states["kernels"] or ())
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     draws.set_stash(states["stash"])

@@ -12,7 +12,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -174,9 +174,19 @@ class StepNoise:
         counts[name, seed, seed2] += 1
         key = name, seed, seed2, counts[name, seed, seed2]
         if key not in self._places:  # a step that is traced anew goes on
-            with tf.init_scope():
-                self._places[key] = tf.Variable([0, seed2], False, dtype=tf.int64)
+            self.set_places([(key, 0)])
         return seed, self._places[key]
+
+    def read_places(self) -> list[tuple[Any, int]]:
+        """Return where the counters of kernels are, for a checkpoint."""
+        return [(key, int(place[0])) for key, place in self._places.items()]
+
+    def set_places(self, places: Iterable[tuple[Any, int]]) -> None:
+        """Set where the counters of kernels are, before the step is traced."""
+        for key, place in places:
+            with tf.init_scope():
+                found = tf.Variable([place, key[2]], False, dtype=tf.int64)
+            self._places[tuple(key)] = found
 
     def forget_places(self) -> None:
         """Let kernels begin anew, as in a function that one process has traced anew."""

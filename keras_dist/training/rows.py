@@ -157,7 +157,7 @@ def gather_loss(compute: Callable[[dict[str, Any]], Any], rows: dict[str, Any]) 
 
     Args:
         compute: Computes the loss from its arguments by name, some of which may be
-            `None`; it reads the mask of the predictions.
+            `None`; it reads the mask and the logits of the predictions.
         rows: This rank's rows of them.
 
     Returns:
@@ -165,7 +165,9 @@ def gather_loss(compute: Callable[[dict[str, Any]], Any], rows: dict[str, Any]) 
         more than `KERAS_DIST_GATHER_MIB` would be sent.
     """
     context = step_context.current()
-    pieces = rows, keras.tree.map_structure(private.mask_of, rows.get("y_pred"))
+    found = rows.get("y_pred")
+    masks = keras.tree.map_structure(private.mask_of, found)
+    pieces = rows, masks, keras.tree.map_structure(private.logits_of, found)
     tensors = [leaf for leaf in keras.tree.flatten(pieces) if leaf is not None]
     reason = _why_not_gathered(tensors, context)
     if reason:
@@ -183,10 +185,11 @@ def gather_loss(compute: Callable[[dict[str, Any]], Any], rows: dict[str, Any]) 
     gathered = iter(
         _gather_tensors(list(filter(has_rows, tensors)), context, is_shared=True)
     )
-    rows, masks = keras.tree.map_structure(
+    rows, masks, logits = keras.tree.map_structure(
         lambda leaf: next(gathered) if has_rows(leaf) else leaf, pieces
     )
     keras.tree.map_structure(private.set_mask, rows.get("y_pred"), masks)
+    keras.tree.map_structure(private.set_logits, rows.get("y_pred"), logits)
     return compute(rows)
 
 

@@ -101,6 +101,13 @@ LOSSES = {
         ),
         Y,
     ),
+    # Keras computes from the logits of probabilities.
+    "root_of_logits": (
+        lambda y, p: ops.sqrt(
+            ops.mean(keras.losses.binary_crossentropy(y, p, from_logits=True))
+        ),
+        Y,
+    ),
     "root": (lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)), Y),
     "dice_of_channels": (
         lambda y, p: (
@@ -196,7 +203,7 @@ HOW = {
     'batch="global"': (
         {},
         LOSSES,
-        {"none_and_nan", "weighted_root", "cosine_over_rows"},
+        {"none_and_nan", "weighted_root", "cosine_over_rows", "root_of_logits"},
     ),
     'batch="rank"': ({"batch": "rank"}, LOSSES, {"neighbors"}),
     "eagerly": ({"run_eagerly": True}, ["ratio", "dice", "ranking"], set()),

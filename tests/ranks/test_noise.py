@@ -225,6 +225,29 @@ def test_numbers_of_tensorflow_in_a_graph_are_those_of_one_process(batch):
         np.testing.assert_allclose(own, expected, 1e-8, 1e-9)
 
 
+def test_numbers_of_tensorflow_go_on_where_a_checkpoint_was_written(folder):
+    """In the middle of an epoch, too: all weights are those without an interruption."""
+    x, y = data_for(VECTOR)
+    given = {"batch": "global", "batch_size": 6, "verbose": 0, "epochs": 2}
+    expected = maker(DrawsByTensorFlow)()
+    keras_dist.dist_fit(expected, x, y, **given)
+
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == 5:
+                raise KeyError("ends")
+
+    more = {"resume": folder / "checkpoints", "save_steps": 1}
+    with pytest.raises(KeyError):
+        keras_dist.dist_fit(
+            maker(DrawsByTensorFlow)(), x, y, **given, **more, callbacks=[Ends()]
+        )
+    model = maker(DrawsByTensorFlow)()
+    keras_dist.dist_fit(model, x, y, **given, **more)
+    for own, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, 1e-12)
+
+
 class Samples(keras.Model):
     """Draws in evaluations and predictions, too: by a seed and without one."""
 
