@@ -200,12 +200,10 @@ class Launch:
         if self.is_over or is_missing:
             code = self._wait()
             self._read()
-            if not is_complete:
-                missing = [
-                    r for r, done in enumerate(reports) if not _is_complete(done)
-                ]
+            missing = [r for r, done in enumerate(reports) if not _is_complete(done)]
+            if missing:
                 why += f"Without a result of rank {', '.join(map(str, missing))}. "
-            if not has_failed and (code or not is_complete):
+            if not has_failed and (code or missing):
                 text = self._output.read_text(errors="replace")
                 why += f"The launcher ended with exit code {code}.\n{text[-20_000:]}"
         return reports, why
