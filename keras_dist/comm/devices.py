@@ -10,6 +10,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from keras_dist.comm.world import World
+from keras_dist.launch.monitor.rank_process import THREADS
 
 # "0": do not bind ranks to cores of their own.
 _BIND = "KERAS_DIST_BIND"
@@ -141,6 +142,7 @@ def _set_threads(world: World, *, is_binding: bool) -> int:
         local_size=world.local_size,
         num_cpus=len(cpus) if is_binding else _count_cpus(),
     )
+    threads = min(threads, int(os.environ.get(THREADS, threads)))
     if threads == len(cpus):
         return threads
     # mpirun binds ranks to cores itself, except under horovodrun, which turns it off.

@@ -19,7 +19,7 @@ from typing import Any
 from keras_dist.clusters import Place
 from keras_dist.launch.failures import Report, describe_failure, parse_report
 from keras_dist.launch.meeting import CUT, Interrupted, Meeting
-from keras_dist.launch.monitor.rank_process import SEED
+from keras_dist.launch.monitor.rank_process import SEED, THREADS
 from keras_dist.launch.output import SCREEN, print_message
 from keras_dist.launch.ranks import (
     FAILED,
@@ -78,13 +78,16 @@ def run_job(
     )
     try:
         with meeting:
-            hosts = meeting.join([name, num_ranks], lambda all_: {"hosts": all_})
-            bounds = itertools.accumulate(count for _, count in hosts["hosts"])
+            own = [name, num_ranks, len(os.sched_getaffinity(0)) // num_ranks]
+            told = meeting.join(own, lambda all_: {"hosts": all_})["hosts"]
+            bounds = itertools.accumulate(count for _, count, _ in told)
             ranks = [
                 (name, range(end - count, end))
-                for (name, count), end in zip(hosts["hosts"], bounds, strict=True)
+                for (name, count, _), end in zip(told, bounds, strict=True)
             ]
-            return _Host(meeting, ranks, place.rank, restarts, over_ssh).run(command)
+            threads = max(1, min(threads for *_, threads in told))
+            host = _Host(meeting, ranks, place.rank, threads, restarts, over_ssh)
+            return host.run(command)
     except Interrupted as error:
         number = int(error.args[0])
         print_message(_describe_stop(number))
@@ -116,6 +119,7 @@ class _Host:
         meeting: All hosts of the job.
         hosts: Name and ranks of each host.
         number: Number of this host.
+        threads: Threads of each rank.
         restarts: The largest number of restarts.
         is_quiet: Whether the first host prints to the same screen.
     """
@@ -123,6 +127,7 @@ class _Host:
     meeting: Meeting
     hosts: Sequence[tuple[str, range]]
     number: int
+    threads: int
     restarts: int
     is_quiet: bool
 
@@ -136,6 +141,7 @@ class _Host:
         # Python's own decides the order of a set of text, such as a vocabulary.
         names = SEED, "PYTHONHASHSEED"
         variables = {name: os.environ.get(name) or seed for name in names}
+        variables[THREADS] = str(self.threads)
         for start in itertools.count():
             if start:
                 variables[RESTART] = str(start)

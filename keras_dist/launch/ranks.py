@@ -138,10 +138,9 @@ class _Rank:
 
 def _start(command: Command, slot: Slot, variables: Mapping[str, str]) -> _Rank:
     """Start a rank, as a child of a small process that ends all it has started."""
-    threads = len(os.sched_getaffinity(0)) // int(slot["HOROVOD_LOCAL_SIZE"])
     (file := record.make_file()).write(record.EMPTY)
     environment = {
-        **dict.fromkeys(_THREADS, str(max(1, threads))),
+        **dict.fromkeys(_THREADS, variables[rank_process.THREADS]),
         "TF_CPP_MIN_LOG_LEVEL": "1",  # no information
         **os.environ,
         "PYTHONUNBUFFERED": "1",

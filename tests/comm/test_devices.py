@@ -134,6 +134,7 @@ def world(rank, size):
 many, two = world(0, count + 1), [world(rank, 2) for rank in range(2)]
 check(World(), count, every)
 check(World(0, 2), count, every)  # alone on its host
+check(World(0, 2), 1, every, KERAS_DIST_THREADS="1")  # as many as on the other one
 check(many, 1, every)
 check(two[0], 3, every, chosen=3)
 for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"):

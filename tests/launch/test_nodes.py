@@ -55,6 +55,23 @@ def test_a_job_that_meets_starts_again_and_prints_the_first_cause(
     assert other_errors == ""
 
 
+_THREADS = "import os; print('threads', os.environ['KERAS_DIST_THREADS'])"
+
+
+def test_ranks_of_a_small_and_a_large_host_have_as_many_threads(tmp_path, left_behind):
+    """Norms depend on the number of threads, and with them the weights."""
+    script, port = write_script(tmp_path, _THREADS), free_port()
+    every = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, [min(every)])
+        [small] = meet("-np", 1, script, numbers=[0], port=port)
+    finally:
+        os.sched_setaffinity(0, every)
+    [large] = meet("-np", 1, script, numbers=[1], port=port)
+    for code, out, errors in ended(small, large):
+        assert code == 0 and out.endswith("threads 1\n"), errors
+
+
 @pytest.mark.parametrize("is_read", [True, False])
 def test_ctrl_c_of_one_command_ends_all(tmp_path, left_behind, is_read):
     """With the same exit code; nothing is left behind.

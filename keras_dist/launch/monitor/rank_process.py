@@ -36,6 +36,10 @@ QUIET = "KERAS_DIST_QUIET"
 # distributes what the script trains.
 DISTRIBUTE = "KERAS_DIST"
 
+# The most threads with which a rank of `keras-dist run` computes: as many as there are
+# for a rank on each host. Norms depend on their number, and so do the ranks' weights.
+THREADS = "KERAS_DIST_THREADS"
+
 # What a rank has in `sys.path`, if `keras_dist.run` has started the job; PYTHONPATH
 # would pass it on to other versions of Python, too.
 PATHS = "KERAS_DIST_PATHS"
