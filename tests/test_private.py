@@ -132,6 +132,7 @@ def objects() -> dict[str, object]:
         "_initialized": private._eager(),
         "_functions": numbers,
         "_inputs": numbers.cache(),
+        "_keras_logits": keras.activations.softmax(keras.ops.ones((1, 2))),
         "_keras_mask": masked,
         "_metrics": keras.metrics.Mean(),
         "_model": keras.callbacks.Callback(),
