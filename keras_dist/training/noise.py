@@ -133,7 +133,8 @@ class StepNoise:
     @contextlib.contextmanager
     def draw_batch_numbers(self) -> Iterator[None]:
         """Context manager in which an evaluation's batch is traced, or run eagerly."""
-        with _draw_kernels(self._find("test")), _draw_from(self._generator, _keep):
+        draw = _draw_from(self._generator, lambda seed: seed)
+        with _draw_kernels(self._find("test")), draw:
             yield
 
     @contextlib.contextmanager
@@ -307,10 +308,7 @@ def _draw_by_counter(
 
 
 def set_keras_state(value: Any) -> None:
-    """Set from where functions of `keras.random` without a seed draw, in a fit, too.
-
-    In a fit on several ranks, before `StepNoise.prepare`.
-    """
+    """Set from where functions of `keras.random` without a seed draw, in a fit, too."""
     state = private.keras_state()
     if state.get(private.SEED_GENERATOR) is None:
         state[private.SEED_GENERATOR] = keras.random.SeedGenerator(0)
@@ -324,10 +322,6 @@ def _next_keras_state() -> Any:
         return comm.to_array(generator.state)
     with preserve_generators():
         return [random.randint(1, int(1e9)), 0]  # as Keras seeds the generator
-
-
-def _keep(seed: int) -> int:
-    return seed
 
 
 def _derive_seed(model: Any) -> int:
