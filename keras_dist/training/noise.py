@@ -431,8 +431,9 @@ def _find_rows(shape: Any) -> tuple[Any, Any, Any, Any] | None:
     if context.length is None or shape.shape[0] == 0:
         return None
     known = tf.get_static_value(shape, partial=True)
+    # A length of the batch may be unknown here that is known elsewhere.
     is_known = known is not None and known[0] is not None
-    if is_known != isinstance(context.length, int):
+    if is_known and not isinstance(context.length, int):
         return None  # it does not follow from the batch
     shape, length = tf.cast(shape, tf.int64), tf.cast(context.length, tf.int64)
     begin = context.begin

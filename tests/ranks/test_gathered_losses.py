@@ -253,9 +253,9 @@ def test_means_in_a_compute_loss_that_is_neither_are_logged(kind, is_eager):
 
 
 def test_the_plan_says_how_much_is_gathered(world, capsys):
-    """Targets and predictions of 10 rows, of 3 numbers each."""
+    """Targets, predictions and their logits of 10 rows, of 3 numbers each."""
     fit("ratio", verbose=2)
-    text = f"its rows gathered ({10 * 6 * 8 / 2**20:.2g} MiB a step)"
+    text = f"its rows gathered ({10 * 9 * 8 / 2**20:.2g} MiB a step)"
     assert (text in capsys.readouterr().out) == (world.rank == 0)
 
 

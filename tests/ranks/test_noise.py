@@ -113,6 +113,25 @@ def test_batches_of_a_data_set_have_the_numbers_of_one_process(batch):
     assert_equals(make, data, 7 if batch == "global" else 2, batch=batch)
 
 
+class DrawsForItsShape(layers.Layer):
+    """Noise of a shape that TensorFlow computes: not known while a step is traced."""
+
+    def call(self, x):
+        shape = tf.shape(x)[0], tf.shape(x)[1]
+        return x + keras.random.normal(shape) * tf.random.uniform(shape, dtype=x.dtype)
+
+
+def test_batches_of_one_length_have_the_numbers_of_one_process():
+    """Their number of rows is known while the step is traced."""
+    x, y = data_for(VECTOR)
+
+    def data(size):
+        rows = tf.data.Dataset.from_tensor_slices((x[:21], y[:21]))
+        return rows.batch(size, drop_remainder=True)
+
+    assert_equals(maker(lambda: stack(VECTOR, DrawsForItsShape)), data, 6)
+
+
 def test_layers_in_a_map_have_the_numbers_of_one_process():
     """The first batches, which are read before the fit, do not move them."""
     x, y = data_for(VECTOR)

@@ -63,8 +63,10 @@ def patched(model):
         "`Optimizer.apply`": methods,
         "`tf.function` calls": type(tf.function(patched)).__call__,
         "TensorFlow's stateless random operations": [
-            getattr(private.random_operations(name), name) for name in DRAWS
+            *(getattr(private.random_operations(name), name) for name in DRAWS),
+            private.stateful_random_operations().random_uniform,
         ],
+        "Keras's generator": private.keras_state().get(private.SEED_GENERATOR),
         "`experimental_distribute_dataset`": type(
             tf.distribute.get_strategy()
         ).experimental_distribute_dataset,
