@@ -172,13 +172,14 @@ def stateful_metrics(metrics: Sequence[Any]) -> list[Any]:
     return list(stateful.values())
 
 
-def list_own_metrics(model: Any) -> list[Any]:
-    """List the metrics of the user's that a model has, also before Keras builds them.
+def list_metrics(model: Any) -> list[Any]:
+    """List the metrics of a model that hold state, also before Keras builds them."""
+    return stateful_metrics([*model.metrics, *private.given_metrics(model)])
 
-    Those of Keras have variables alone, which begin at 0.
-    """
-    found = stateful_metrics([*model.metrics, *private.given_metrics(model)])
-    return [metric for metric in found if not is_of_keras(metric)]
+
+def list_own_metrics(model: Any) -> list[Any]:
+    """List those of the user's; Keras's have variables alone, which begin at 0."""
+    return [metric for metric in list_metrics(model) if not is_of_keras(metric)]
 
 
 def weights(rows: Sequence[int]) -> list[float]:

@@ -148,6 +148,7 @@ class DistributedStep(PredictsAlone):
             if not turn.is_known:
                 batches, again = build.read_first(iterator, count)
                 turn.find(lambda: many(again()), len(batches))
+                self.reset_metrics()  # those that were built, and rows, too
                 iterator = again()
             return turn.run(lambda: many(iterator), lambda: run_one(iterator), count)
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_dist import comm, private
 from keras_dist.lines import warn
 from keras_dist.training.metric_state import preserve_metrics
-from keras_dist.training.metrics import stateful_metrics
+from keras_dist.training.metrics import list_metrics
 from keras_dist.training.noise import StepNoise
 from keras_dist.training.remember import list_variables, preserve_variables
 
@@ -107,7 +107,7 @@ class TurnDraws:
         variables = [*list_variables(self._model), *self._noise.list_places()]
         with (
             preserve_variables([*variables, *self._noise.list_states()]),
-            preserve_metrics(stateful_metrics(self._model.metrics)),
+            preserve_metrics(list_metrics(self._model)),
         ):
             run()
             now = _list_generators(self._model, self._noise)
