@@ -90,8 +90,8 @@ def main(path, ranks=None):
         np.save(path, weights)
     digest = hashlib.sha256(weights.tobytes()).hexdigest()
     secret = hashlib.sha256(os.environ.get("KERAS_DIST_SECRET", "").encode())
-    found = [world.rank, world.local_rank, world.local_size, digest]
-    found += [sorted(os.sched_getaffinity(0)), secret.hexdigest()]
+    found = [world.rank, world.local_rank, world.local_size, os.uname().nodename]
+    found += [digest, sorted(os.sched_getaffinity(0)), secret.hexdigest()]
     print("found", json.dumps(found), flush=True)
 
 

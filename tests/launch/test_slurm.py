@@ -53,7 +53,7 @@ def test_srun_trains_as_one_process(cluster, tmp_path):
     path = tmp_path / "weights.npy"
     found = trained(cluster.run("srun", "-N2", "-n2", sys.executable, TRAIN, path))
     assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 1]]
-    assert len({each[3] for each in found}) == 1
+    assert len({each[4] for each in found}) == 1
     assert_equals_one_process(path)
 
 
@@ -64,7 +64,7 @@ def test_tasks_that_srun_has_bound_keep_their_cores(cluster, tmp_path):
     done = cluster.run(*words, TRAIN, path)
     found = trained(done)
     assert [each[:3] for each in found] == [[0, 0, 2], [1, 1, 2]]
-    first, second = (set(each[4]) for each in found)
+    first, second = (set(each[5]) for each in found)
     assert len(first) == len(second) == half and not first & second
     assert f"CPU, {half} thread" in done.stdout, done.stdout
     assert_equals_one_process(path)
@@ -99,7 +99,7 @@ def test_a_heterogeneous_step_trains_as_one_process(cluster, tmp_path):
     path = tmp_path / "weights.npy"
     found = trained(run(TRAIN, path))
     assert [each[:3] for each in found] == [[0, 0, 1], [1, 0, 2], [2, 1, 2]]
-    assert len({each[5] for each in found}) == 1
+    assert len({each[6] for each in found}) == 1
     assert_equals_one_process(path, 3)
 
 
