@@ -224,8 +224,8 @@ def inputs_of(dataset: Any) -> list[Any]:
     return [one for one in dataset._inputs() if one is not dataset]
 
 
-def variables_of_maps(dataset: Any) -> list[Any]:
-    """List the variables that functions of a data set read or change."""
+def variables_in(dataset: Any) -> list[Any]:
+    """List the variables that a data set's own functions use."""
     return [v for f in dataset._functions() for v in f.function.graph.variables]
 
 

@@ -12,13 +12,13 @@ import keras
 import numpy as np
 
 from keras_dist import comm, mixin
-from keras_dist.data.draws import preserve_generators
+from keras_dist.data.draws import preserve_generators, preserve_states
 from keras_dist.data.source import run_alone
 from keras_dist.lines import warn
 from keras_dist.optimizer.step_context import Request
 from keras_dist.training.session import session_of
 from keras_dist.training.step import batch_logs
-from keras_dist.training.turns import preserve_states
+from keras_dist.training.turns import list_states
 
 Marked = TypeVar("Marked")
 
@@ -253,8 +253,8 @@ class UserCallbacks(keras.callbacks.Callback):
             # The next random numbers have to be the same on all ranks.
             stack.enter_context(preserve_generators())
             if "batch" not in hook:  # too slow for each batch
-                own = preserve_states(self.model, session.traced.noise)
-                stack.enter_context(own)
+                states = list_states(self.model, session.traced.noise)
+                stack.enter_context(preserve_states(states))
             yield
 
 

@@ -40,7 +40,7 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class ReadContext:
-    """How a call reads data: ranks, options, seeds, and the first batch.
+    """What a call has to know to read its data.
 
     Args:
         rank: This rank.

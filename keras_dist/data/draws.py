@@ -11,11 +11,12 @@ its own: all ranks would add the same noise to different rows.
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from keras_dist import private
 
@@ -69,6 +70,17 @@ def preserve_generators() -> Iterator[None]:
         yield
     finally:
         set_states(states)
+
+
+@contextlib.contextmanager
+def preserve_states(variables: Iterable[Any]) -> Iterator[None]:
+    """Context manager that sets variables back, which are states of generators."""
+    before = [(variable, tf.identity(variable)) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 @contextlib.contextmanager

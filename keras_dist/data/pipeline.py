@@ -3,7 +3,6 @@
 TensorFlow has no public way to look into a pipeline (docs/decisions.md).
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,19 +66,9 @@ def as_untuned(dataset: Any) -> Any:
     return dataset.with_options(options)
 
 
-@contextlib.contextmanager
-def preserve_variables(dataset: tf.data.Dataset) -> Iterator[None]:
-    """Context manager that sets the variables of a data set's functions back.
-
-    Such as the states of augmentation layers, which draw for batches that are read.
-    """
-    found = [v for node in nodes(dataset) for v in private.variables_of_maps(node)]
-    before = [(variable, tf.identity(variable)) for variable in found]
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
+def list_variables(dataset: tf.data.Dataset) -> list[Any]:
+    """List the variables of a data set's functions: states of layers that draw."""
+    return [v for node in nodes(dataset) for v in private.variables_in(node)]
 
 
 def has_cache_in_memory(dataset: tf.data.Dataset) -> bool:

@@ -16,7 +16,12 @@ import tensorflow as tf
 
 from keras_dist import private
 from keras_dist.data.arrays import RAGGED_OR_SPARSE
-from keras_dist.data.draws import get_states, preserve_generators, set_states
+from keras_dist.data.draws import (
+    get_states,
+    preserve_generators,
+    preserve_states,
+    set_states,
+)
 from keras_dist.data.pipeline import (
     as_untuned,
     count_batches,
@@ -28,7 +33,7 @@ from keras_dist.data.pipeline import (
     is_reshuffled,
     list_seeds,
     list_unshuffled_inputs,
-    preserve_variables,
+    list_variables,
 )
 from keras_dist.data.presharded import Presharded, find_presharded
 
@@ -274,7 +279,7 @@ class Source:
         (docs/decisions.md). Such an iterator is kept until a pass has been read.
         """
         dataset = as_untuned(dataset)
-        with preserve_generators(), preserve_variables(dataset):
+        with preserve_generators(), preserve_states(list_variables(dataset)):
             if not has_cache_in_memory(dataset):
                 return list(dataset.take(count))
             self._held.append(iter(dataset))

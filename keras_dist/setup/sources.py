@@ -25,7 +25,7 @@ from keras_dist.lines import warn
 from keras_dist.setup.arguments import Options
 
 # In the plan, behind how the data is sharded.
-_DRAWS = "; its random numbers do not move those of the training"
+_DRAWS = "; what it draws does not change what the training draws"
 _BY_INDEX = "; they differ from rank to rank: each rank takes its index"
 _MAY_BE_SHUFFLED = (
     "If they are shuffled without a seed, rows are left out or come twice: pass "

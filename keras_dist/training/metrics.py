@@ -178,7 +178,7 @@ def list_metrics(model: Any) -> list[Any]:
 
 
 def list_own_metrics(model: Any) -> list[Any]:
-    """List those of the user's; Keras's have variables alone, which begin at 0."""
+    """List the user's metrics: Keras's keep nothing in Python, and begin at 0."""
     return [metric for metric in list_metrics(model) if not is_of_keras(metric)]
 
 

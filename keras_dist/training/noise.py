@@ -134,7 +134,7 @@ class StepNoise:
     def draw_batch_numbers(self) -> Iterator[None]:
         """Context manager in which an evaluation's batch is traced, or run eagerly."""
         draw = _draw_from(self._generator, lambda seed: seed)
-        with _draw_kernels(self._find("test")), draw:
+        with _draw_kernels(self._make_finder("test")), draw:
             yield
 
     @contextlib.contextmanager
@@ -146,7 +146,7 @@ class StepNoise:
         own, graph = self._seed, tf.compat.v1.get_default_graph()
         assert own is not None  # `prepare` was called before the first step
         before = 0 if tf.executing_eagerly() else len(graph.get_operations())
-        find = self._find("train")
+        find = self._make_finder("train")
         with draw_rows(self._generator, lambda seed: (seed + own) % 2**31, find):
             yield
         if not tf.executing_eagerly():
@@ -155,7 +155,7 @@ class StepNoise:
             types = {operation.type for operation in operations}
             self.own_draws = sorted({*own_draws, *filter(_OWN.match, types)})
 
-    def _find(self, kind: str) -> Any:
+    def _make_finder(self, kind: str) -> Any:
         """Return what finds counters in the graph of a step; `None` without a graph."""
         if tf.executing_eagerly():
             return None
@@ -193,7 +193,7 @@ class StepNoise:
             seed2 = _SEEDS  # for TensorFlow, 0 and 0 are no seeds
         counts[name, seed, seed2] += 1
         key = kind, name, seed, seed2, counts[name, seed, seed2]
-        if key not in self._places:  # a step that is traced anew goes on
+        if key not in self._places:  # else the step was traced before
             self.set_places([(key, 0)])
         return seed, self._places[key]
 
@@ -209,7 +209,7 @@ class StepNoise:
             self._places[tuple(key)] = found
 
     def forget_places(self) -> None:
-        """Let kernels begin anew, as in a function that one process has traced anew."""
+        """Start all kernels from 0: the functions that used them are gone."""
         self._places.clear()
 
     @contextlib.contextmanager
@@ -283,7 +283,7 @@ def _draw_by_counter(
     """Draw this rank's rows of what the kernel of one process draws."""
     function, names = _KERNELS[kind]
     given = dict(zip(names, args, strict=False)) | more
-    seeds = given.pop("seed"), given.pop("seed2")
+    seeds = given.pop("seed", 0), given.pop("seed2", 0)
     found = None if private.is_compiled_by_xla() else find(kind, *seeds)
     if found is None:
         return plain(shape, *args, **more)

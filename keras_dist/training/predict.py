@@ -104,7 +104,7 @@ def _count_rows(model: Any, turn: TurnDraws) -> Iterator[list[list[int]]]:
 
     def predict(data: Any) -> Any:
         turn.find(lambda: plain(data), 1)
-        outputs = turn.run(lambda: plain(data), lambda: plain(data))
+        outputs = turn.run(lambda: plain(data))
         leaves = keras.tree.flatten(outputs)
         counts.append([0 if leaf is None else int(leaf.shape[0]) for leaf in leaves])
         return outputs

@@ -306,14 +306,16 @@ class Session:
     def evaluate(self, model: Any, feed: Feed | None, **state: Any) -> Iterator[None]:
         """Context manager in which Keras's loop evaluates a model on `feed`."""
         with mixin.change(self, evaluation=feed, turn=None, **state):
-            if comm.size() == 1 or not self.runs_on_all():
+            if not self.runs_on_all():
                 yield
                 return
             with self.raise_on_all():
-                self.traced.noise.prepare(model, self.undo)
-                self.turn = self.traced.draw_in_turn(model, "test")
+                if comm.size() > 1:
+                    self.traced.noise.prepare(model, self.undo)
+                    self.turn = self.traced.draw_in_turn(model, "test")
                 yield
-                self.turn.finish(has_rows=self.update_counts().has_rows)
+                if self.turn is not None:
+                    self.turn.finish(has_rows=self.update_counts().has_rows)
 
     @contextlib.contextmanager
     def raise_on_all(self) -> Iterator[None]:

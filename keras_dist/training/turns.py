@@ -4,8 +4,8 @@ One process draws for a batch after all batches before it. Rank r of N has the b
 r, r + N, …: before each of them, its generators skip what the others' batches draw.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class _Generator:
 
 
 class TurnDraws:
-    """What a model draws in one evaluation, or prediction, on all ranks.
+    """The random numbers of an evaluation, or a prediction, on all ranks.
 
     How often a batch draws is found by running this rank's first one, which is taken
     back, and is known from then on: all batches have to draw as often.
@@ -94,6 +94,8 @@ class TurnDraws:
         self._model, self._noise, self._known, self._name = model, noise, known, name
         self._generators = _list_generators(model, noise)
         self._steps, self._count, self._is_over = 0, 1, False
+        if not all(comm.gather(self.is_known)):  # one rank may have compiled it anew
+            known.pop(name, None)
 
     @property
     def is_known(self) -> bool:
@@ -101,32 +103,41 @@ class TurnDraws:
         return self._name in self._known
 
     def find(self, run: Callable[[], Any], count: int) -> None:
-        """Find how often a batch draws, by running `count` of them once more."""
-        if self.is_known or not count:
+        """Find how often a batch draws, by running `count` of them once more.
+
+        All ranks call this, also one that has none.
+        """
+        if self.is_known:
             return
         variables = [*list_variables(self._model), *self._noise.list_places()]
         with (
             preserve_variables([*variables, *self._noise.list_states()]),
             preserve_metrics(list_metrics(self._model)),
         ):
-            run()
+            if count:
+                run()
             now = _list_generators(self._model, self._noise)
         # A generator that was made in it has its first state again.
         self._generators = _list_generators(self._model, self._noise)
         own = [g.count(now[k].begun) for k, g in self._generators.items()]
+        everyone = comm.gather([-(-n // max(1, count)) for n in own])
         # This rank's first batch may be the last of all, and shorter.
-        most = map(max, zip(*comm.gather([-(-n // count) for n in own]), strict=True))
-        pairs = zip(self._generators, most, strict=True)
+        most = map(max, itertools.zip_longest(*everyone, fillvalue=0))
+        pairs = zip(self._generators, most, strict=False)
         self._known[self._name] = {key: number for key, number in pairs if number}
 
     def run(
-        self, at_once: Callable[[], Any], one: Callable[[], Any], count: int = 1
+        self,
+        at_once: Callable[[], Any],
+        one: Callable[[], Any] | None = None,
+        count: int = 1,
     ) -> Any:
         """Run this rank's next batches, and return what the last one returns.
 
         Args:
             at_once: Runs `count` batches, or fewer at the end of the data.
-            one: Runs one of them.
+            one: Runs one of them; by default that is the same.
+            count: How many they are.
         """
         if not self._known.get(self._name):
             return at_once()
@@ -135,7 +146,7 @@ class TurnDraws:
         self._count, result = count, None
         for number in range(count):
             try:
-                result = one()
+                result = (one or at_once)()
             except _ENDS:
                 if not number:
                     self._is_over = True
@@ -158,7 +169,7 @@ class TurnDraws:
         more = [g.count_more(n, place, is_over=is_over) for g, n in pairs]
         everyone = comm.gather((self._steps if has_rows else 0, more))
         total, is_even = sum(steps for steps, _ in everyone), True
-        by_generator = zip(pairs, *(found for _, found in everyone), strict=True)
+        by_generator = zip(pairs, *(found for _, found in everyone), strict=False)
         for (generator, number), *found in by_generator:
             is_even &= None not in found
             known = [n for n in found if n is not None]
@@ -188,15 +199,9 @@ class TurnDraws:
                 generator.variable.assign(generator.state_after(number * batches, now))
 
 
-@contextlib.contextmanager
-def preserve_states(model: Any, noise: StepNoise) -> Iterator[None]:
-    """Context manager after which the generators of Keras go on as without it."""
-    generators = _list_generators(model, noise).values()
-    try:
-        yield
-    finally:
-        for generator in generators:
-            generator.variable.assign(generator.begun)
+def list_states(model: Any, noise: StepNoise) -> list[Any]:
+    """List the states of all generators from which a model may draw."""
+    return [each.variable for each in _list_generators(model, noise).values()]
 
 
 def _list_generators(model: Any, noise: StepNoise) -> dict[int, _Generator]:

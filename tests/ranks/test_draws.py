@@ -189,7 +189,7 @@ def test_a_look_at_validation_data_leaves_the_training_its_numbers(world, capsys
         keras_dist.dist_fit(counting_model(), batches(runs[-1]), **given)
     assert runs[0][:4] == runs[1][:4]
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert ("do not move those of the training" in printed) == (world.rank == 0)
+    assert ("does not change what the training draws" in printed) == (world.rank == 0)
 
 
 def test_a_fit_in_a_callback_leaves_the_outer_fit_its_own_numbers(world):
